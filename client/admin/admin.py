@@ -37,15 +37,15 @@ WAIT_S = 30.0
 
 
 class Admin:
-    """Looks at and changes topics, groups and brokers. Thread-safe.
+    """Reads and changes topics, groups and brokers. Thread-safe.
 
-    zookeeper:  "host:port,host:port/chroot"; None takes $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
-    root:       the znode that all is kept below; None takes $METAMQ_ROOT, the TOML file, then /meta.
+    zookeeper:  "host:port,host:port/chroot"; the default is $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
+    root:       the root znode of metamq; the default is $METAMQ_ROOT, the TOML file, then /meta.
     config:     a TOML file.
 
-    All methods raise ConnectError while ZooKeeper is away (with `outcome` "unknown" when a change may have been made;
-    look, then repeat), ClosedError after close(), ForkedError in a fork's child; and ConfigError for a name that is
-    none. Ctrl-C ends a wait at once.
+    All methods raise ConnectError if ZooKeeper cannot be reached. Its `outcome` is "unknown" if a change may have been
+    made: check, then repeat. They raise ClosedError after close(), ForkedError in a fork's child, and ConfigError for a
+    wrong name. Timeouts are in seconds. Ctrl-C ends a wait at once.
     """
 
     def __init__(self, zookeeper: str | None = None, *, config: str | None = None, root: str | None = None) -> None:
@@ -68,17 +68,17 @@ class Admin:
         timeout_s: float = WAIT_S,
         **settings: Unpack[TopicSettings],
     ) -> TopicConfig:
-        """Creates a topic and waits until it can be written to and read.
+        """Creates a topic and waits until it accepts and delivers messages.
 
-        `partitions` in all, spread evenly over the live brokers, or over `brokers` (broker ids). `settings`: flush,
-        retention_ms, retention_bytes, cleanup, segment_bytes, max_message_bytes, min_insync, replication; see
+        `partitions` is the total, spread evenly over the live brokers, or over `brokers` (broker ids). `settings`:
+        flush, retention_ms, retention_bytes, cleanup, segment_bytes, max_message_bytes, min_insync, replication; see
         metamq.zk.cluster.topics.TopicConfig.
 
-        With exist_ok=True a topic that exists is left as it is, whatever its partitions and settings; brokers that are
+        With exist_ok=True an existing topic stays unchanged, whatever its partitions and settings, and brokers that are
         down are not waited for.
 
-        Raises TopicExists, ConfigError (a wrong setting, no live broker), Timeout after `timeout_s`: the topic exists
-        then, and its brokers follow when they can.
+        Raises TopicExists, ConfigError (a wrong setting, no live broker), Timeout after `timeout_s`: then the topic
+        exists, and its brokers follow when they can.
         """
         return self._run(self._core.create_topic(topic, partitions, brokers, exist_ok, timeout_s, settings))
 
@@ -91,164 +91,170 @@ class Admin:
         timeout_s: float = WAIT_S,
         **settings: Unpack[TopicSettings],
     ) -> TopicConfig:
-        """Changes the settings that are given, at run time, and leaves the others as they are.
+        """Changes the given settings at run time. The others stay unchanged.
 
-        `partitions` is the new total; partitions are only ever added, to the live brokers or to `brokers`, and waited
-        for. With more partitions most keys go to another one than before.
+        `partitions` is the new total. Partitions are only added, to the live brokers or to `brokers`, and the call
+        waits for them. After that most keys go to another partition than before.
 
-        Raises TopicNotFound, ConfigError, Timeout as create_topic does.
+        Raises TopicNotFound, ConfigError, and Timeout as create_topic does.
         """
         return self._run(self._core.alter(topic, partitions, brokers, timeout_s, settings))
 
     def delete(self, topic: str, *, timeout_s: float = WAIT_S) -> TopicConfig | None:
-        """Deletes a topic with all its messages, waits until no broker offers it, and gives its last configuration.
+        """Deletes a topic with all its messages. Waits until no broker offers it, and returns its last configuration.
 
-        Also one whose configuration cannot be read: None then.
+        Returns None for a topic whose configuration cannot be read.
 
-        Raises TopicNotFound, Timeout after `timeout_s`: it is deleted, and a broker that is down removes the data when
-        it comes back.
+        Raises TopicNotFound, and Timeout after `timeout_s`: then the topic is deleted, and a broker that is down
+        removes the data when it comes back.
         """
         return self._run(self._core.delete(topic, timeout_s))
 
     def topics(self) -> dict[str, TopicConfig]:
-        """Every topic's configuration by name, in alphabetical order."""
+        """Returns every topic's configuration by name, in alphabetical order."""
         return self._run(self._core.topics())
 
     def describe_topic(self, topic: str) -> TopicDescription:
-        """A topic's configuration, and offsets, size and broker of each partition. Raises TopicNotFound.
+        """Returns a topic's configuration, and offsets, size and broker of each partition. Raises TopicNotFound.
 
-        Partitions that no broker serves at present are there too, with the reason.
+        Partitions that no broker serves at present are included, with the reason.
         """
         return self._run(self._core.describe_topic(topic))
 
     # Groups
 
     def groups(self) -> dict[str, GroupSummary]:
-        """Every consumer group by name, in alphabetical order, with and without members."""
+        """Returns every consumer group by name, in alphabetical order, with and without members."""
         return self._run(self._core.groups())
 
     def describe_group(self, group: str) -> GroupDescription:
-        """A group's members, and its committed offset, lag and owner in each partition.
+        """Returns a group's members, and its committed offset, lag and owner in each partition.
 
         Raises ConfigError for a group that does not exist.
         """
         return self._run(self._core.describe_group(group))
 
     def explain_group(self, group: str) -> GroupExplanation:
-        """Who is to have which partition and why, and where it is not so yet. Raises ConfigError as describe_group."""
+        """Explains the plan of a group, and the partitions that are not as planned yet. Raises ConfigError as
+        describe_group."""
         return self._run(self._core.explain_group(group))
 
     def reset_offsets(self, group: str, topic: str, to: ResetTo, *, dry_run: bool = False) -> tuple[OffsetReset, ...]:
-        """Sets where a group goes on in a topic, and gives each partition's offset before and after.
+        """Sets the offsets at which a group continues in a topic. Returns each partition's offset before and after.
 
-        `to`: "earliest", "latest", an aware datetime (the first message at or after it, the end when there is none), an
-        offset for every partition, or {TopicPartition: offset} for some. `dry_run` changes nothing.
+        `to`: "earliest", "latest", an aware datetime (the first message at or after it, or the end), an offset for
+        every partition, or {TopicPartition: offset} for some. `dry_run` changes nothing.
 
-        All offsets are found before the first is written. Raises ConfigError when the group does not exist or has
-        members, who are named; TopicNotFound, PartitionNotFound, OffsetOutOfRange, ConnectError.
+        All offsets are found before the first is written. Raises ConfigError if the group does not exist or has
+        members, which it names; TopicNotFound, PartitionNotFound, OffsetOutOfRange, ConnectError.
         """
         return self._run(self._core.reset_offsets(group, topic, to, dry_run))
 
     def evict(self, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
-        """Puts a member out of its group though its session lives, and gives the partitions that others get now.
+        """Removes a member with a live session from its group. Returns the partitions that other members get now.
 
-        For members that are stuck: what it did not commit is delivered to the next owners, and its own later commits
-        are refused. A member that is well learns of it and raises ClosedError. Raises ConfigError when there is no
-        such group or member.
+        For members that are stuck: the next owners receive its uncommitted messages, and its own later commits are
+        refused. A member that still runs notices it and raises ClosedError. Raises ConfigError if there is no such
+        group or member.
         """
         return self._run(self._core.evict(group, consumer_id))
 
     def delete_group(self, group: str) -> None:
-        """Removes a group, its committed offsets included. Raises ConfigError when there is none, or it has members."""
+        """Removes a group and its committed offsets. Raises ConfigError if there is no such group, or it has
+        members."""
         self._run(self._core.delete_group(group))
 
     # Brokers
 
     def brokers(self) -> dict[int, BrokerDescription]:
-        """Every broker by id, those that are down included."""
+        """Returns every broker by id, including those that are down."""
         return self._run(self._core.brokers())
 
     def statistics(self, broker_id: int) -> BrokerStatistics:
-        """What a broker counts, and figures of its partitions. Raises ConfigError for an unknown one, ConnectError."""
+        """Returns a broker's counters, and figures of its partitions. Raises ConfigError for an unknown id,
+        ConnectError."""
         return self._run(self._core.statistics(broker_id))
 
     # The end
 
     def replicas(self) -> dict[int, BrokerReplicas]:
-        """Every broker id's replicas: roles, addresses, who is in sync, and how far slaves are behind."""
+        """Returns every broker id's replicas: roles, addresses, membership in the in-sync set, and lags of the
+        slaves."""
         return self._run(self._core.replicas())
 
     def plan_promotion(self, broker_id: int, replica: int) -> PromotionPlan:
-        """What promote() would do, and lose. Raises ConfigError when there is no such slave, ConnectError."""
+        """Returns the effects of promote(), including losses. Raises ConfigError if there is no such slave,
+        ConnectError."""
         return self._run(self._core.plan_promotion(broker_id, replica))
 
     def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:
-        """Makes a slave the master of its broker id, without a restart; returns the new epoch.
+        """Makes a slave the master of its broker id, without a restart. Returns the new epoch.
 
-        A living master hands over: nothing is lost, and it becomes a slave. A dead one is not waited for, and becomes
-        one when it comes back. A slave that is not in sync is refused with Fenced, unless `accept_loss`: nothing is
-        handed over to it, and what it lacks, see plan_promotion(), is lost. Raises ConfigError when there is no such
-        slave, ConnectError, Timeout.
+        A live master hands over: nothing is lost, and it becomes a slave. A dead master is not waited for, and becomes
+        a slave when it comes back. A slave that is not in sync is refused with Fenced. With `accept_loss` it becomes
+        the master without a hand-over, and the messages that it lacks are lost, see plan_promotion(). Raises
+        ConfigError if there is no such slave, ConnectError, Timeout.
         """
         return self._run(self._core.promote(broker_id, replica, accept_loss))
 
     def plan_removal(self, broker_id: int, replica: int | None = None) -> RemovalPlan:
-        """What remove_broker(), or remove_replica() with a replica, would do and lose. Raises as these do."""
+        """Returns the effects of remove_broker(), or of remove_replica() with a replica. Raises like these methods."""
         return self._run(self._core.plan_removal(broker_id, replica))
 
     def remove_broker(self, broker_id: int, *, accept_loss: bool = False) -> RemovalPlan:
-        """Removes a broker id that is gone for good: its state, its partitions, and what groups committed in these.
+        """Removes a broker id that is gone permanently: its state, its partitions, and the groups' offsets in them.
 
-        What was in its partitions is lost. Raises ConfigError when there is no such broker, when one of its replicas is
-        registered, and when it has partitions, unless `accept_loss`. It may be repeated.
+        The messages in its partitions are lost. Raises ConfigError if there is no such broker, if one of its replicas
+        is registered, and if it has partitions, unless `accept_loss`. May be repeated.
         """
         return self._run(self._core.remove(broker_id, None, accept_loss))
 
     def remove_replica(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> RemovalPlan:
-        """Removes a slave that is gone for good: from the in-sync set, and as the last slave that its broker id had.
+        """Removes a slave that is gone permanently: from the in-sync set, and as the last slave that its broker id had.
 
-        Raises ConfigError when it is registered, the master, or not known; and when it is the only one that has all
-        that was acknowledged, unless `accept_loss`.
+        Raises ConfigError if it is registered, the master, or unknown; and if it is the only replica that has all
+        acknowledged messages, unless `accept_loss`.
         """
         return self._run(self._core.remove(broker_id, replica, accept_loss))
 
     def export_cluster(self) -> dict[str, Any]:
-        """Everything that ZooKeeper holds of the cluster, for `metamq cluster restore`: to be written as JSON.
+        """Returns all data of the cluster in ZooKeeper, for `metamq cluster restore`: to be written as JSON.
 
-        What is there only while a process runs is left out; `changed_meanwhile` names what changed while it was read.
+        Data that exists only while a process runs is left out. `changed_meanwhile` names the data that changed during
+        the export.
         """
         return self._run(self._core.export_cluster())
 
     # Transactions
 
     def transactions(self) -> OpenBranches:
-        """The branches of transactions that are open at every broker, in whatever state, and who began them.
+        """Returns the open branches of transactions at every broker, in any state, and the sessions that began them.
 
-        Brokers that do not answer are named with the reason: what is open there is not known.
+        Brokers that do not answer are named with the reason: their open branches are unknown.
         """
         return self._run(self._core.transactions())
 
     def commit_branch(self, xid: Xid, broker_id: int) -> None:
-        """Commits a prepared branch in the place of its transaction manager, which is told so when it asks.
+        """Commits a prepared branch instead of its transaction manager, which learns of it when it asks.
 
-        Its messages are seen from then on. What was decided is kept until the manager, or forget_branch(), forgets it.
-        Raises BranchNotKnown, BranchMisuse when it is not prepared, HeuristicOutcome when somebody has decided before.
+        Its messages are visible from then on. The decision is kept until the manager, or forget_branch(), forgets it.
+        Raises BranchNotKnown, BranchMisuse if the branch is not prepared, HeuristicOutcome if it was decided before.
         """
         self._run(self._core.commit_branch(xid, broker_id))
 
     def rollback_branch(self, xid: Xid, broker_id: int) -> None:
-        """Rolls back a branch in the place of its transaction manager, as commit_branch() commits one.
+        """Rolls back a branch instead of its transaction manager, as commit_branch() commits one.
 
-        Also one that is not prepared; of that nothing is kept. Raises as commit_branch().
+        The branch does not have to be prepared; without a prepare no decision is kept. Raises as commit_branch().
         """
         self._run(self._core.rollback_branch(xid, broker_id))
 
     def forget_branch(self, xid: Xid, broker_id: int) -> None:
-        """Drops what is kept of a decision. Raises BranchNotKnown when there is none of this branch."""
+        """Drops the kept decision of a branch. Raises BranchNotKnown if there is none."""
         self._run(self._core.forget_branch(xid, broker_id))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if isinstance(self._core.closed_by, ForkedError):  # the loop is the parent's: nothing would ever run there
+        if isinstance(self._core.closed_by, ForkedError):  # the loop is the parent's: nothing would ever run in it
             work.close()
             raise self._core.closed_by
         return self._background.run(work)
@@ -257,7 +263,7 @@ class Admin:
         raise not_picklable(self)
 
     def close(self) -> None:
-        """Disconnects; further calls do nothing."""
+        """Disconnects. Further calls do nothing."""
         if not self._closed:
             self._closed = True
             if not isinstance(self._core.closed_by, ForkedError):

@@ -1,4 +1,5 @@
-"""What administration asks of the brokers: offsets and statistics; an error of one is not the error of all."""
+"""Requests of administration to the brokers: offsets and statistics. An error of one broker does not fail the
+others."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Found = OffsetsResult | MetamqError
 
 
 async def describe_brokers(session: Session) -> dict[int, BrokerDescription]:
-    """Every broker id that ever had a master, in order. Raises ConnectionLost."""
+    """Returns every broker id that ever had a master, in order. Raises ConnectionLost."""
     masters = await live_brokers(session)
     try:
         names = await session.children(session.paths.broker_ids())
@@ -48,40 +49,46 @@ async def describe_brokers(session: Session) -> dict[int, BrokerDescription]:
 
 async def ask_offsets(
     cluster: ClusterClient,
-    asked: Mapping[TopicPartition, tuple[str, int]],
+    requests: Mapping[TopicPartition, tuple[str, int]],
     come_to: Mapping[TopicPartition, tuple[int, int]] = MappingProxyType({}),
 ) -> dict[TopicPartition, Found]:
-    """OFFSETS for partition -> (topic id, time in microseconds or EARLIEST, LATEST): each one's answer or error.
+    """Sends OFFSETS for partition -> (topic id, time in microseconds or EARLIEST, LATEST). Returns answers or errors.
 
-    `come_to` has for partitions up to which offset they were read, and the epoch of the message before that.
+    `come_to`: partition -> (the offset up to which it was read, the epoch of the message before that).
     """
     by_broker: dict[int, list[TopicPartition]] = defaultdict(list)
-    for tp in asked:
+    for tp in requests:
         by_broker[parse_partition(tp.partition)[0]].append(tp)
     answers = await asyncio.gather(
-        *(_ask_one(cluster, broker_id, {tp: asked[tp] for tp in tps}, come_to) for broker_id, tps in by_broker.items())
+        *(
+            _ask_one(cluster, broker_id, {tp: requests[tp] for tp in tps}, come_to)
+            for broker_id, tps in by_broker.items()
+        )
     )
     return {tp: found for answer in answers for tp, found in answer.items()}
 
 
 async def ask_slaves(
-    cluster: ClusterClient, asked: Mapping[TopicPartition, tuple[str, int]]
+    cluster: ClusterClient, requests: Mapping[TopicPartition, tuple[str, int]]
 ) -> dict[TopicPartition, OffsetsResult]:
-    """As ask_offsets(), of brokers that have no master: by the slave that shows the most of each partition.
+    """Asks the slaves of brokers without a master, like ask_offsets(); the highest answer for each partition counts.
 
-    Partitions that no slave tells of are left out. A slave shows what its master has said to be stable: what was
-    acknowledged last may be missing. Raises ConnectError where nothing is known of the brokers yet.
+    Partitions without an answer are left out. A slave shows the stable offset that it has from its master: the last
+    acknowledged messages may be missing. Raises ConnectError if nothing is known of the brokers yet.
     """
     masters = await cluster.refresh_brokers()
-    for topic in {tp.topic for tp in asked}:
+    for topic in {tp.topic for tp in requests}:
         await cluster.know_slaves(topic)
     by_slave: dict[tuple[int, int], list[TopicPartition]] = defaultdict(list)
-    for tp in asked:
+    for tp in requests:
         broker_id, _index = parse_partition(tp.partition)
         for replica in [] if broker_id in masters else cluster.slaves_with(broker_id, tp.topic):
             by_slave[broker_id, replica].append(tp)
     answers = await asyncio.gather(
-        *(_ask_one(cluster, slave[0], {tp: asked[tp] for tp in tps}, {}, slave[1]) for slave, tps in by_slave.items())
+        *(
+            _ask_one(cluster, slave[0], {tp: requests[tp] for tp in tps}, {}, slave[1])
+            for slave, tps in by_slave.items()
+        )
     )
     best: dict[TopicPartition, OffsetsResult] = {}
     for tp, found in (item for answer in answers for item in answer.items()):
@@ -93,26 +100,26 @@ async def ask_slaves(
 async def _ask_one(
     cluster: ClusterClient,
     broker_id: int,
-    asked: Mapping[TopicPartition, tuple[str, int]],
+    requests: Mapping[TopicPartition, tuple[str, int]],
     come_to: Mapping[TopicPartition, tuple[int, int]],
     replica: int = MASTER,
 ) -> dict[TopicPartition, Found]:
     entries = [
         OffsetsEntry(tp.topic, topic_id, parse_partition(tp.partition)[1], timestamp_us, *come_to.get(tp, (-1, -1)))
-        for tp, (topic_id, timestamp_us) in asked.items()
+        for tp, (topic_id, timestamp_us) in requests.items()
     ]
     try:
         results = await paged_requests.ask_offsets(await cluster.connection(broker_id, replica), entries)
     except MetamqError as error:
-        return dict.fromkeys(asked, error)
+        return dict.fromkeys(requests, error)
     return {
         tp: result if result.status == status.OK else status.decode_error(result.status, result.error)
-        for tp, result in zip(asked, results, strict=True)
+        for tp, result in zip(requests, results, strict=True)
     }
 
 
 async def broker_statistics(cluster: ClusterClient, broker_id: int) -> BrokerStatistics:
-    """What a broker counts. Raises ConfigError when there is no such broker, ConnectError, Timeout."""
+    """Returns a broker's counters. Raises ConfigError if there is no such broker, ConnectError, Timeout."""
     described = await describe_brokers(cluster.session)
     if broker_id not in described:
         known = f"There are: {', '.join(map(str, described))}." if described else "There is none yet."
@@ -148,15 +155,15 @@ def _statistics(address: str, header: Any) -> BrokerStatistics:
             **{name: counters[name] for name in _COUNTERS},
         )
     except (KeyError, TypeError) as error:
-        problem = f"the statistics of the broker at {address} make no sense: {error!r}"
-        raise MetamqError(problem, hint="Is it of another metamq release? See `metamq doctor`.") from error
+        problem = f"the statistics of the broker at {address} have the wrong structure: {error!r}"
+        raise MetamqError(problem, hint="Does it run another metamq release? See `metamq doctor`.") from error
 
 
 _COUNTERS = ("messages_in", "bytes_in", "batches_in", "bytes_out", "fetches", "repeats")
 
 
 async def sizes_on_disk(cluster: ClusterClient, broker_ids: list[int]) -> dict[TopicPartition, int]:
-    """Bytes of every partition of these brokers; those of brokers that do not answer are left out."""
+    """Returns the bytes of every partition of these brokers. Brokers that do not answer are left out."""
 
     async def ask(broker_id: int) -> tuple[PartitionStatistics, ...]:
         try:

@@ -1,6 +1,6 @@
-"""Admin without a face: one ZooKeeper session, connections to brokers, and what is done with them.
+"""The implementation of Admin: one ZooKeeper session, connections to brokers, and the operations on them.
 
-The blocking and the asyncio Admin are thin faces over this; so both have every feature.
+The blocking and the asyncio Admin are thin APIs over this core; so both have every feature.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SESSION_TIMEOUT_MS = 10_000
 
 
 class AdminCore:
-    """Belongs to the loop it is opened in. What the methods do, and raise, is told by metamq.Admin."""
+    """The core of one Admin, for the loop that opens it. metamq.Admin documents the methods and their errors."""
 
     def __init__(self) -> None:
         self.closed_by: MetamqError | None = ClosedError(
@@ -60,7 +60,7 @@ class AdminCore:
         self.closed_by = None
 
     async def close(self) -> None:
-        """Disconnects; may be repeated. Nothing happens in a fork's child."""
+        """Disconnects. May be repeated. Does nothing in a fork's child."""
         if isinstance(self.closed_by, ForkedError):
             return
         cluster, self._open_cluster = self._open_cluster, None
@@ -70,11 +70,11 @@ class AdminCore:
             await cluster.session.close()
 
     def forked(self) -> None:
-        """In a fork's child: nothing works any more."""
+        """Closes the copy in a fork's child: it cannot be used any more."""
         self.closed_by = ForkedError("admin")
 
     async def _cluster(self) -> ClusterClient:
-        """The cluster, once its session is connected. Raises ClosedError, ConnectError."""
+        """Returns the cluster, once its session is connected. Raises ClosedError, ConnectError."""
         if self._open_cluster is None or self.closed_by is not None:
             raise self.closed_by or closed_client("admin")
         await admin_topics.until_connected(self._open_cluster.session)

@@ -1,7 +1,8 @@
-"""Consumer groups, administered: looked at from outside, their offsets reset, members put out, groups removed.
+"""The administration of consumer groups: description, reset of offsets, eviction of members, removal of groups.
 
-A group is what its folder in ZooKeeper holds. Offsets that a group keeps elsewhere (a database, a file) are not seen
-here: its partitions then show nothing committed, what they are kept by, and how far their owner last said to be.
+The data of a group is its folder in ZooKeeper. Offsets that a group keeps elsewhere (a database, a file) are not
+visible here: its partitions then show no committed offset, but the kind of storage, and the last progress of their
+owner.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ from metamq.zk.session.session import Session
 
 
 async def check_exists(session: Session, group: str) -> None:
-    """Raise ConfigError, with similar names, unless the group has a folder in ZooKeeper."""
+    """Raises ConfigError, with similar names, unless the group has a folder in ZooKeeper."""
     check_node("group", group)
     if await session.exists(session.paths.group(group)) is not None:
         return
     names = await children(session, session.paths.groups())
     near = difflib.get_close_matches(group, names)
-    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "`metamq group list` shows those there are."
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "`metamq group list` shows all groups."
     raise ConfigError(f"there is no group {group!r}", hint=hint)
 
 
 async def children(session: Session, path: str) -> list[str]:
-    """The names below a node, sorted; none when it does not exist."""
+    """Returns the names below a node, sorted; none if the node does not exist."""
     try:
         return sorted(await session.children(path))
     except NoNode:
@@ -65,14 +66,14 @@ async def children(session: Session, path: str) -> list[str]:
 
 
 async def _members(session: Session, group: str) -> dict[str, Member]:
-    """As members.read_members, but for a group without a folder for them, which stays without."""
+    """Returns the members like members.read_members, but does not create a missing folder for them."""
     if await session.exists(session.paths.members(group)) is None:
         return {}
     return await members.read_members(session, group)
 
 
 async def all_groups(cluster: ClusterClient) -> dict[str, GroupSummary]:
-    """Every group by name, in alphabetical order."""
+    """Returns every group by name, in alphabetical order."""
     names = await children(cluster.session, cluster.session.paths.groups())
     found = await asyncio.gather(*(_summary(cluster.session, name) for name in names))
     return {summary.group: summary for summary in found}
@@ -95,7 +96,7 @@ def _strategy(present: Mapping[str, Member], plan: Plan | None) -> str | None:
 
 
 async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription:
-    """Members and partitions of a group. Raises ConfigError for an unknown one, ConnectionLost."""
+    """Returns members and partitions of a group. Raises ConfigError for an unknown group, ConnectionLost."""
     session = cluster.session
     await check_exists(session, group)
     present = await _members(session, group)
@@ -142,7 +143,7 @@ def _record(stored: tuple[OffsetRecord, int] | None) -> OffsetRecord | None:
 async def _group_partitions(
     session: Session, group: str, configs: Mapping[str, TopicConfig], owners: Mapping[TopicPartition, str]
 ) -> list[TopicPartition]:
-    """All that the group's topics have, and all that it has nodes for, in numeric order."""
+    """Returns all partitions of the group's topics, and all with nodes of the group, in numeric order."""
     tps = {*owners, *(tp for config in configs.values() for tp in config.topic_partitions)}
     for topic in await children(session, session.paths.offset_topics(group)):
         names = await children(session, session.paths.offsets(group, topic))
@@ -159,7 +160,7 @@ def _partition(
     owner: str | None,
     member: Member | None,
 ) -> GroupPartition:
-    """One line of the description, and what is amiss with it."""
+    """Returns the description of one partition, with its problem."""
     kept_by = record.kept_by if record is not None else ""
     committed = record.committed if record is not None and not kept_by else None
     published = record.published if record is not None and kept_by else None
@@ -206,7 +207,7 @@ def _member(member: Member, owners: Mapping[TopicPartition, str], plan: Plan | N
 
 
 async def explain_group(cluster: ClusterClient, group: str) -> GroupExplanation:
-    """The plan that stands, in words. Raises ConfigError for an unknown group or one without a plan."""
+    """Explains the current plan. Raises ConfigError for an unknown group or one without a plan."""
     session = cluster.session
     await check_exists(session, group)
     stored = await read_plan(session, group)
@@ -227,7 +228,7 @@ async def explain_group(cluster: ClusterClient, group: str) -> GroupExplanation:
 
 
 def _differences(plan: Plan, owners: Mapping[TopicPartition, str], present: Mapping[str, Member]) -> list[str]:
-    """Where the group is not, or not yet, as the plan has it."""
+    """Describes the differences between the group and its plan."""
     if not present:
         return ["", "The group has no members now; the next one to join makes a new plan."]
     lines = []
@@ -240,7 +241,7 @@ def _differences(plan: Plan, owners: Mapping[TopicPartition, str], present: Mapp
     for tp in sorted({*plan.assignment, *owners}, key=partition_order):
         planned, owner = plan.assignment.get(tp, "nobody"), owners.get(tp, "nobody")
         if planned != owner:
-            lines.append(f"  {tp}: is to go to {planned}, {owner} has it")
+            lines.append(f"  {tp}: must go to {planned}, {owner} has it")
     return ["", "Not as planned at this moment", *(lines or ["  nothing"])]
 
 
@@ -267,18 +268,18 @@ async def reset_offsets(
 
 
 def _check_kept_here(group: str, topic: str, records: Iterable[OffsetRecord | None]) -> None:
-    """Raise ConfigError when the group's offsets are not those of its nodes: a reset would do nothing."""
+    """Raises ConfigError if the group does not keep its offsets in ZooKeeper: a reset would have no effect."""
     elsewhere = sorted({record.kept_by for record in records if record is not None and record.kept_by})
     if elsewhere:
         raise ConfigError(
             f"group {group!r} keeps its offsets of topic {topic!r} by {', '.join(elsewhere)}, not in ZooKeeper, where "
             "a reset would write them",
-            hint="Set them there, or seek() in the consumer's on_assigned.",
+            hint="Set them in that storage, or seek() in the consumer's on_assigned.",
         )
 
 
 async def check_empty(session: Session, group: str, consequence: str) -> None:
-    """Raise ConfigError, naming them, when the group has members."""
+    """Raises ConfigError with the names of the members if the group has members."""
     present = await _members(session, group)
     if present:
         names = ", ".join(
@@ -291,7 +292,8 @@ async def check_empty(session: Session, group: str, consequence: str) -> None:
 
 
 async def _targets(cluster: ClusterClient, config: TopicConfig, to: ResetTo) -> dict[TopicPartition, tuple[int, int]]:
-    """Partition -> (offset, the master's present term). Raises OffsetOutOfRange, PartitionNotFound, ConnectError."""
+    """Returns partition -> (offset, the master's current epoch). Raises OffsetOutOfRange, PartitionNotFound,
+    ConnectError."""
     wanted = _wanted(config, to)
     found = await ask_offsets(cluster, {tp: (config.id, _question(to)) for tp in wanted})
     targets = {}
@@ -309,7 +311,7 @@ async def _targets(cluster: ClusterClient, config: TopicConfig, to: ResetTo) -> 
 
 
 def _wanted(config: TopicConfig, to: ResetTo) -> dict[TopicPartition, int | None]:
-    """The partitions to reset, with their offsets where these are given. Raises ConfigError, PartitionNotFound."""
+    """Returns the partitions to reset, with their offsets if these are given. Raises ConfigError, PartitionNotFound."""
     if isinstance(to, int) and not isinstance(to, bool):
         return dict.fromkeys(config.topic_partitions, to)
     if isinstance(to, datetime) and to.tzinfo is not None:
@@ -339,7 +341,7 @@ def _question(to: ResetTo) -> int:
 
 
 async def evict(cluster: ClusterClient, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
-    """Puts a member out. See Admin.evict."""
+    """Removes a member. See Admin.evict."""
     await check_exists(cluster.session, group)
     check_consumer(consumer_id)
     freed = await members.evict(cluster.session, group, consumer_id)
@@ -352,7 +354,7 @@ async def delete_group(cluster: ClusterClient, group: str) -> None:
     await check_exists(session, group)
     await check_empty(session, group, "it cannot be deleted")
     try:
-        # Without the folder nobody is a member: whoever joins from here on makes it, and all below, anew.
+        # Without this folder there are no members: a process that joins later creates it, and all nodes below, again.
         with contextlib.suppress(NoNode):
             await session.delete(session.paths.members(group), ANY_VERSION)
         await _delete_tree(session, session.paths.group(group))

@@ -1,4 +1,4 @@
-"""What Admin answers with: plain, frozen values. Times are in milliseconds since 1970 unless they say otherwise."""
+"""The results of Admin: plain, frozen values. Times are in milliseconds since 1970 unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from metamq.zk.cluster.topics import Flush, TopicConfig
 from metamq.zk.partitions import TopicPartition
 
 ResetTo = Literal["earliest", "latest"] | datetime | int | Mapping[TopicPartition, int]
-"""Where `reset_offsets` goes: an end of the log, the first message at or after an aware time, one offset for every
+"""The target of `reset_offsets`: an end of the log, the first message at or after an aware time, one offset for every
 partition, or an offset for each of some partitions."""
 
 
 class TopicSettings(TypedDict, total=False):
-    """A topic's settings, as metamq.zk.cluster.topics.TopicConfig explains them."""
+    """A topic's settings; metamq.zk.cluster.topics.TopicConfig describes them."""
 
     flush: Flush
     retention_ms: int | None
@@ -31,7 +31,8 @@ class TopicSettings(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class OpenBranches:
-    """Branches of transactions that are not finished; `problems` says of broker ids why they could not be asked."""
+    """The branches of transactions that are not finished. `problems`: broker id -> the reason that it did not
+    answer."""
 
     branches: tuple[BranchDescription, ...]
     problems: Mapping[int, str]
@@ -39,10 +40,10 @@ class OpenBranches:
 
 @dataclass(frozen=True, slots=True)
 class PartitionDescription:
-    """One partition. Figures are None while its broker does not answer for it; `problem` then says why.
+    """One partition. Figures are None while its broker does not answer for it; then `problem` is the reason.
 
-    `address` is where its master listens, None while none is registered. Messages with the offsets `start_offset` to
-    `stable_offset` (exclusive) can be read. `size_bytes` is on disk.
+    `address` is the address of its master, None while none is registered. Messages with the offsets `start_offset` to
+    `stable_offset` (exclusive) can be read. `size_bytes` is the size on disk.
     """
 
     partition: str
@@ -55,12 +56,12 @@ class PartitionDescription:
 
     @property
     def live(self) -> bool:
-        """Whether its broker serves it."""
+        """True if its broker serves it."""
         return self.stable_offset is not None
 
     @property
     def messages(self) -> int | None:
-        """How many messages can be read."""
+        """The number of messages that can be read."""
         if self.stable_offset is None or self.start_offset is None:
             return None
         return self.stable_offset - self.start_offset
@@ -68,9 +69,10 @@ class PartitionDescription:
 
 @dataclass(frozen=True, slots=True)
 class TopicDescription:
-    """A topic: its configuration, and how its partitions are, in numeric order.
+    """A topic: its configuration, and the state of its partitions, in numeric order.
 
-    `in_sync`: how many replicas of each broker id are. With fewer than the topic's `min_insync`, it refuses writes.
+    `in_sync`: broker id -> its number of replicas in sync. If that is below the topic's `min_insync`, the broker
+    refuses writes.
     """
 
     config: TopicConfig
@@ -79,18 +81,18 @@ class TopicDescription:
 
     @property
     def topic(self) -> str:
-        """Its name."""
+        """The topic's name."""
         return self.config.topic
 
     @property
     def messages(self) -> int:
-        """Messages that can be read, in the partitions that are live."""
+        """The number of messages that can be read, in the partitions that are live."""
         return sum(partition.messages or 0 for partition in self.partitions)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """A consumer group in few words. `topics`: those its members subscribe to, and those it has offsets for."""
+    """A summary of a consumer group. `topics`: those its members subscribe to, and those it has offsets for."""
 
     group: str
     members: tuple[str, ...]
@@ -100,11 +102,11 @@ class GroupSummary:
 
 @dataclass(frozen=True, slots=True)
 class MemberDescription:
-    """A member of a group. `partitions` are those it owns at this moment, none for one that is left over.
+    """A member of a group. `partitions` are those that it owns at this moment, empty if there are none.
 
-    `progress_age_ms`: how long ago it last finished a message or found none, as it told; members tell every 10 s, so
-    only an age well beyond that says that it is stuck. `idle_reason`: why the plan gives it no partition, empty if it
-    gives it some.
+    `progress_age_ms`: milliseconds since it last finished a message or found none, by its own report. Members report
+    every 10 s, so only a much higher age means that a member is stuck. `idle_reason`: the reason that the plan gives it
+    no partition, or "".
     """
 
     consumer_id: str
@@ -121,11 +123,11 @@ class MemberDescription:
 
 @dataclass(frozen=True, slots=True)
 class GroupPartition:
-    """A group's place in one partition. None: nothing committed, nobody owns it, or the broker does not answer.
+    """A group's offset in one partition. None: nothing is committed, there is no owner, or the broker does not answer.
 
-    `committed` is the next offset to read; `end` is the end of what can be read; `problem` says what is amiss.
-    `kept_by` names what the group keeps its offset in where that is not ZooKeeper, as "DatabaseOffsets"; what is
-    committed there is not seen here. `progress` is how far its owner last said to be then, every few seconds.
+    `committed` is the next offset to read. `end` is the end of the readable messages. `problem` describes a problem.
+    `kept_by` names the storage of the group's offsets if that is not ZooKeeper, as "DatabaseOffsets"; the offsets in it
+    are not visible here. Then `progress` is the offset that the owner publishes every few seconds.
     """
 
     topic: str
@@ -141,10 +143,10 @@ class GroupPartition:
 
     @property
     def lag(self) -> int | None:
-        """Messages between the group's place and the end; None where either is not known.
+        """The number of messages between the group's offset and the end; None if either is unknown.
 
-        An owner without a committed offset has begun at the log's start: one that begins elsewhere commits that first.
-        Where nobody owns the partition, nobody knows where its next owner begins, unless the log is empty.
+        An owner without a committed offset has started at the log's start: with another start it commits that first.
+        For a partition without an owner, the start of the next owner is unknown, unless the log is empty.
         """
         if self.end is None or self.start is None:
             return None
@@ -167,7 +169,7 @@ class GroupDescription:
 
     @property
     def lag(self) -> int | None:
-        """Of all partitions; None where that of one is not known."""
+        """The lag of all partitions; None if the lag of one is unknown."""
         lags = [partition.lag for partition in self.partitions]
         known = [lag for lag in lags if lag is not None]
         return sum(known) if len(known) == len(lags) else None
@@ -175,7 +177,7 @@ class GroupDescription:
 
 @dataclass(frozen=True, slots=True)
 class GroupExplanation:
-    """The plan that stands: who is to have what, and who has it. `text` tells it in words, as `str()` does."""
+    """The current plan: the planned owner of each partition, and its present owner. `text`, or `str()`, explains it."""
 
     group: str
     strategy: str
@@ -191,7 +193,7 @@ class GroupExplanation:
 
 @dataclass(frozen=True, slots=True)
 class OffsetReset:
-    """What reset_offsets does to one partition: the committed offset before (None: nothing) and after."""
+    """The effect of reset_offsets on one partition: the committed offset before (None: none) and after."""
 
     topic: str
     partition: str
@@ -201,9 +203,9 @@ class OffsetReset:
 
 @dataclass(frozen=True, slots=True)
 class BrokerDescription:
-    """A broker id. `live`: its master is registered in ZooKeeper; address, replica and version are None otherwise.
+    """A broker id. `live`: its master is registered in ZooKeeper; otherwise address, replica and version are None.
 
-    `epoch` counts the terms of its masters, restarts included.
+    `epoch` is the number of its last master's epoch; a restart begins a new epoch, too.
     """
 
     broker_id: int
@@ -216,7 +218,7 @@ class BrokerDescription:
 
     @property
     def address(self) -> str | None:
-        """ "host:port", None when it is not live."""
+        """The "host:port", None if it is not live."""
         return f"{self.host}:{self.port}" if self.live else None
 
 
@@ -224,12 +226,13 @@ class BrokerDescription:
 class ReplicaDescription:
     """One replica of a broker id. `address` is None while it is not registered.
 
-    `role` is "master", "slave", or "waiting": one that was the master, and may lack what others hold. `stage`: what it
-    is to the in-sync set at its master. The lags, behind the master, are None for the master itself and for a slave
-    without a link to it; so is `copying`, how many of its partitions are not yet up to what the master appends.
-    `problem`: why it does not answer, waits, or stores nothing. A `learner` is a slave that is never in sync.
-    `damaged_count`, of a master: its partitions whose logs are damaged; `damaged` describes the first of them.
-    `refused`: at the master, logs of slaves that are not replicated, since they have what its own lack.
+    `role` is "master", "slave", or "waiting": a former master that may lack messages that others hold. `stage`: its
+    state at the master with regard to the in-sync set. The lags behind the master are None for the master itself and
+    for a slave without a link to it. So is `copying`, the number of its partitions that are not yet up to date with the
+    master's appends. `problem`: the reason that it does not answer, waits, or stores nothing. A `learner` is a slave
+    that is never in sync. `damaged_count`, of a master: the number of its partitions with damaged logs; `damaged`
+    describes the first of them. `refused`, at the master: logs of slaves that are not replicated, because they have
+    data that the master lacks.
     """
 
     broker_id: int
@@ -251,17 +254,18 @@ class ReplicaDescription:
 
     @property
     def state(self) -> str:
-        """ "up", "down" while it is not registered, "silent" for a master that is registered and does not answer."""
+        """The state: "up", "down" while it is not registered, "silent" for a registered master that does not answer."""
         if self.address is None:
             return "down"
         return "silent" if self.problem and self.role == "master" else "up"
 
     @property
     def holds_all(self) -> bool:
-        """Whether it is in sync and runs: as the master, which answers, or as a slave with a link to it for all it has.
+        """True if it is in sync and runs: as the master, which answers, or as a slave that follows it in all
+        partitions.
 
-        One that was just killed stays in sync, and registered, until that is noticed; a master that handed over is in
-        sync before it is seen whether its logs are whole.
+        A replica that was just killed stays in sync, and registered, until that is noticed. A master that handed over
+        is in sync before its logs are verified.
         """
         if not self.in_sync or self.address is None or self.problem:
             return False
@@ -270,10 +274,10 @@ class ReplicaDescription:
 
 @dataclass(frozen=True, slots=True)
 class BrokerReplicas:
-    """A broker id and its replicas. `generation` rises when messages that readers saw may have been given up.
+    """A broker id and its replicas. `generation` rises when messages that readers saw may have been lost.
 
-    `taken_back`: why ZooKeeper's state is older than what its replicas know; empty when it is not. Nobody counts as in
-    sync then.
+    `taken_back`: the reason that ZooKeeper's state is older than its replicas' knowledge, or "". While there is a
+    reason, no replica counts as in sync.
     """
 
     broker_id: int
@@ -285,11 +289,11 @@ class BrokerReplicas:
 
 @dataclass(frozen=True, slots=True)
 class PromotionPlan:
-    """What a promotion would do. `lost`: messages by topic that the slave lacks; None when that cannot be known.
+    """The effects of a promotion. `lost`: messages by topic that the slave lacks; None if that cannot be known.
 
-    `master` is `replica` itself where that is the master of before, which waits. `in_sync_and_down`: other replicas,
-    whose folders hold what was acknowledged. Where `lost` is None, `unknown` says why, and `promote_instead` is the
-    replica that has what was acknowledged, and may be down; None where that is not known, or no other one has it.
+    `master` is `replica` itself if `replica` is the former master, which waits. `in_sync_and_down`: other replicas,
+    whose folders hold all acknowledged messages. If `lost` is None, `unknown` is the reason, and `promote_instead` is
+    the replica that has all acknowledged messages, and may be down; None if it is not known, or there is none.
     """
 
     broker_id: int
@@ -306,11 +310,12 @@ class PromotionPlan:
 
 @dataclass(frozen=True, slots=True)
 class RemovalPlan:
-    """What the removal of a replica, or of a whole broker id (`replica` is None), would do.
+    """The effects of the removal of a replica, or of a whole broker id (`replica` is None).
 
-    `in_sync`: the replica is taken out of the in-sync set. `forgets_slaves`: the broker id has no slaves any more.
-    `partitions`: topic -> how many of its partitions go with the broker id; `emptied`: topics that have no other, and
-    go, too. `offsets`: committed offsets of groups that are removed. `loss` says what is lost; empty: nothing.
+    `in_sync`: the replica is removed from the in-sync set. `forgets_slaves`: the broker id has no slaves any more.
+    `partitions`: topic -> the number of its partitions that are removed with the broker id; `emptied`: topics that have
+    no others and are removed, too. `offsets`: the number of removed committed offsets of groups. `loss` describes the
+    loss; "" means none.
     """
 
     broker_id: int
@@ -324,14 +329,14 @@ class RemovalPlan:
 
     @property
     def who(self) -> str:
-        """What is removed, for people."""
+        """The name of the removed broker or replica, for messages."""
         broker = f"broker {self.broker_id}"
         return broker if self.replica is None else f"replica {self.replica} of {broker}"
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatistics:
-    """One partition of a broker. `last_append_us`: microseconds since 1970, 0 when nothing was ever appended."""
+    """One partition of a broker. `last_append_us`: microseconds since 1970, 0 if nothing was ever appended."""
 
     topic: str
     partition: str
@@ -344,7 +349,7 @@ class PartitionStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatistics:
-    """What a broker counts, since its start; per topic where it is a mapping. `time_ms` is the broker's clock."""
+    """A broker's counters since its start; a mapping has them per topic. `time_ms` is the broker's clock."""
 
     broker_id: int
     epoch: int
@@ -359,5 +364,5 @@ class BrokerStatistics:
     repeats: int
     replica: int
     incarnation: int
-    """Raised when the replica may lack what it acknowledged."""
+    """The number of the incarnation. It rises when the replica may lack messages that it acknowledged."""
     partitions: tuple[PartitionStatistics, ...]

@@ -1,8 +1,8 @@
-"""A broker id, or a replica, that is gone for good: what removes it from ZooKeeper, and what that loses.
+"""The removal of a broker id, or of a replica, that is gone permanently, from ZooKeeper; and the loss of the removal.
 
-A broker id goes in three steps, each of which may be repeated: its state, so that a broker that comes back all the same
-is refused and keeps its data; its partitions in the topics; the offsets that groups committed in these. Nobody who is
-registered is removed, and a broker that registers meanwhile ends the first step.
+A broker id is removed in three steps, each of which may be repeated: its state, so that a broker that comes back
+nevertheless is refused and keeps its data; its partitions in the topics; the groups' offsets in these partitions. A
+registered broker or replica is not removed, and a broker that registers meanwhile stops the first step.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from metamq.zk.session.session import Session
 
 RELEASE_S = 10.0
 LOOK_AGAIN_S = 0.05
-ACCEPT_HINT = "`--accept-loss`, in Python `accept_loss=True`, removes it all the same."
+ACCEPT_HINT = "`--accept-loss`, in Python `accept_loss=True`, removes it nevertheless."
 
 
 async def plan_removal(cluster: ClusterClient, broker_id: int, replica: int | None) -> RemovalPlan:
-    """What a removal would do. See Admin.plan_removal."""
+    """Returns the effects of a removal. See Admin.plan_removal."""
     if replica is None:
         return await _plan_broker(cluster, broker_id)
     return (await _plan_replica(cluster.session, broker_id, replica))[0]
 
 
 async def remove(cluster: ClusterClient, broker_id: int, replica: int | None, accept_loss: bool) -> RemovalPlan:
-    """Removes it. See Admin.remove_broker and Admin.remove_replica."""
+    """Removes a broker id or a replica. See Admin.remove_broker and Admin.remove_replica."""
     if replica is None:
         return await _remove_broker(cluster, broker_id, accept_loss)
     return await _remove_replica(cluster.session, broker_id, replica, accept_loss)
@@ -64,7 +64,7 @@ async def _registered(session: Session, broker_id: int) -> dict[int, BrokerAddre
 def _runs(address: BrokerAddress) -> ConfigError:
     return ConfigError(
         f"replica {address.replica} of broker {address.broker_id} is registered, at {address.address}",
-        hint="Only what is gone for good is removed. Stop it; one that was killed stays registered for its session.",
+        hint="Only what is gone permanently is removed. Stop it; a killed one stays registered until its session ends.",
     )
 
 
@@ -90,12 +90,12 @@ async def _plan_replica(session: Session, broker_id: int, replica: int) -> tuple
     ]
     loss = ""
     if in_sync and len(lacking) == len(rest):
-        loss = "it is the only replica that is known to have all that was acknowledged"
+        loss = "it is the only replica that is known to have all acknowledged messages"
     is_last = len(rest) <= 1 and not present.keys() - {state.master}
     forgets = is_last and await had_slaves(session, broker_id)
     if not in_sync and not forgets:
         raise ConfigError(
-            f"nothing in ZooKeeper is of replica {replica} of broker {broker_id}",
+            f"ZooKeeper has nothing about replica {replica} of broker {broker_id}",
             hint=_nothing_to_remove({*present, *(number for number, _ in rest)} - {state.master}),
         )
     path = session.paths.broker_state(broker_id)
@@ -134,7 +134,7 @@ async def _remove_replica(session: Session, broker_id: int, replica: int, accept
             await session.multi(operations)
         except (BadVersion, NoNode, NotEmpty):
             continue
-        if plan.forgets_slaves and await slaves_of(session, broker_id):  # it came between the look and the removal
+        if plan.forgets_slaves and await slaves_of(session, broker_id):  # it came between the check and the removal
             await session.ensure(session.paths.had_slaves(broker_id))
         return plan
 
@@ -148,7 +148,7 @@ async def _plan_broker(cluster: ClusterClient, broker_id: int) -> RemovalPlan:
         raise _runs(address)
     partitions, emptied = {}, []
     for topic in await cluster.topics.names():
-        with contextlib.suppress(CorruptData, ConfigError):  # of that no broker has anything
+        with contextlib.suppress(CorruptData, ConfigError):  # no broker has partitions of such a topic
             config = await cluster.topics.get_or_none(topic)
             if config is not None and broker_id in config.partitions:
                 partitions[topic] = config.partitions[broker_id]
@@ -177,8 +177,10 @@ async def _remove_broker(cluster: ClusterClient, broker_id: int, accept_loss: bo
 
 
 async def _until_released(session: Session, broker_id: int) -> None:
-    """Until no member holds or plans a partition of the broker: it would make the offset's node anew. Not for long: one
-    that hangs leaves an offset that nobody uses."""
+    """Waits until no member holds or plans a partition of the broker: it would create the offset's node again.
+
+    Waits at most RELEASE_S: a member that hangs leaves an offset that no process uses.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(RELEASE_S):
             groups = await children(session, session.paths.groups())
@@ -214,7 +216,7 @@ async def _delete_state(session: Session, broker_id: int) -> None:
 
 
 async def _take_from(session: Session, topic: str, broker_id: int) -> None:
-    """Takes a broker's partitions from a topic; one that has no other is deleted."""
+    """Removes a broker's partitions from a topic. A topic without other partitions is deleted."""
     path = session.paths.topic_config(topic)
     while True:
         node = await session.get_or_none(path)
@@ -235,7 +237,7 @@ async def _take_from(session: Session, topic: str, broker_id: int) -> None:
 
 
 async def _offsets(session: Session, broker_id: int) -> list[str]:
-    """The nodes of what groups have committed in a broker's partitions."""
+    """Returns the nodes of the groups' committed offsets in a broker's partitions."""
     paths = session.paths
 
     async def of_topic(group: str, topic: str) -> list[str]:

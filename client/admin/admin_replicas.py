@@ -1,4 +1,4 @@
-"""Replicas, for administration: roles, who is in sync, what a promotion would lose, and the promotion itself."""
+"""The administration of replicas: roles, the in-sync set, the loss of a promotion, and the promotion itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ASK_TIMEOUT_S = 3.0
 
 
 async def describe_replicas(cluster: ClusterClient) -> dict[int, BrokerReplicas]:
-    """Every broker id's replicas, in order. Raises ConnectionLost; a broker that does not answer is described so."""
+    """Returns every broker id's replicas, in order. A broker without an answer is described as such. Raises
+    ConnectionLost."""
     names = await children(cluster.session, cluster.session.paths.broker_ids())
     numbers = sorted(int(name) for name in names if name.isdecimal())
     described = await asyncio.gather(*(describe_broker(cluster, number) for number in numbers))
@@ -33,7 +34,7 @@ async def describe_replicas(cluster: ClusterClient) -> dict[int, BrokerReplicas]
 
 
 async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerReplicas | None:
-    """The replicas of one broker id; None before its first master. Raises as describe_replicas() does."""
+    """Returns the replicas of one broker id; None before its first master. Raises as describe_replicas() does."""
     stored = await read_state(cluster.session, broker_id)
     if stored is None:
         return None
@@ -43,30 +44,30 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
     links: dict[int, dict[str, Any]] = {}
     problems: dict[int, str] = {}
     damaged: dict[int, tuple[int, tuple[str, ...]]] = {}
-    told: dict[int, dict[str, Any]] = {}
+    reports: dict[int, dict[str, Any]] = {}
     if master is not None:
         try:
             answer = await _ask_twice(cluster, master)
-            told[state.master] = answer["replication"]
+            reports[state.master] = answer["replication"]
             links = {int(link["replica"]): link for link in answer["replication"].get("slaves", [])}
             damaged[master.replica] = answer.get("damaged_count", 0), tuple(answer.get("damaged", ()))
         except MetamqError as error:
             problems[state.master] = error.problem
         except (KeyError, TypeError, AttributeError) as error:
-            problems[state.master] = f"its statistics make no sense: {error!r}"
-    # Of those that have a link, or had one a moment ago, the master tells.
-    untold = [
+            problems[state.master] = f"its statistics have the wrong structure: {error!r}"
+    # The master reports on replicas that have a link, or had one a moment ago.
+    unlinked = [
         slave
         for number, slave in slaves.items()
         if number not in links and (problems or master is None or not _in_sync(state, number, slave))
     ]
-    answers = await asyncio.gather(*(_why_apart(cluster, slave) for slave in untold))
-    for slave, (reason, its) in zip(untold, answers, strict=True):
-        problems[slave.replica], told[slave.replica] = reason, its
+    answers = await asyncio.gather(*(_why_apart(cluster, slave) for slave in unlinked))
+    for slave, (reason, its) in zip(unlinked, answers, strict=True):
+        problems[slave.replica], reports[slave.replica] = reason, its
     addresses = slaves if master is None else {**slaves, master.replica: master}
     numbers = sorted({state.master, *(replica for replica, _ in state.insync), *slaves, *links})
     replicas = [
-        _replica(state, broker_id, n, addresses.get(n), links.get(n, {}), problems.get(n, ""), told.get(n, {}))
+        _replica(state, broker_id, n, addresses.get(n), links.get(n, {}), problems.get(n, ""), reports.get(n, {}))
         for n in numbers
     ]
     for place, one in enumerate(replicas):
@@ -76,11 +77,11 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
 
 
 async def _state_to_go_by(session: Session, broker_id: int, stored: StateAt) -> tuple[BrokerState, str]:
-    """The state, without its in-sync set where ZooKeeper was taken back, and why it is known that it was."""
+    """Returns the state and "". If ZooKeeper was taken back, the state without its in-sync set, and the reason."""
     claims = [slave.claim for slave in await slaves_of(session, broker_id)]
     if not taken_back(known(stored), claims):
         return stored[0], ""
-    stored = await read_state(session, broker_id) or stored  # the slaves may have seen a newer one
+    stored = await read_state(session, broker_id) or stored  # the slaves may have seen a newer state
     reason = taken_back(known(stored), claims)
     return replace(stored[0], insync=()) if reason else stored[0], reason
 
@@ -92,7 +93,7 @@ def _replica(
     address: BrokerAddress | None,
     link: dict[str, Any],
     problem: str,
-    told: dict[str, Any],
+    reports: dict[str, Any],
 ) -> ReplicaDescription:
     is_waiting = address is not None and address.role == "slave"
     return ReplicaDescription(
@@ -109,12 +110,12 @@ def _replica(
         lag_ms=link.get("lag_ms"),
         problem=problem,
         learner=address.learner if address is not None else bool(link.get("learner")),
-        refused=tuple(map(str, told.get("refused", ()))),
+        refused=tuple(map(str, reports.get("refused", ()))),
     )
 
 
 async def _ask_briefly(cluster: ClusterClient, address: BrokerAddress) -> dict[str, Any]:
-    """The first page of the statistics. A replica that hangs is not waited for as long as one that has much to do."""
+    """Returns the first page of the statistics. A hanging replica is not waited for as long as a busy one."""
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
             connection = await cluster.connections.get(address)
@@ -125,14 +126,15 @@ async def _ask_briefly(cluster: ClusterClient, address: BrokerAddress) -> dict[s
 
 
 async def _ask_twice(cluster: ClusterClient, master: BrokerAddress) -> dict[str, Any]:
-    """A master that is slow for a moment is not to be taken for one that hangs: somebody might promote another."""
+    """Asks twice: a master that is slow for a moment must not look like one that hangs, or an operator promotes
+    another."""
     with contextlib.suppress(MetamqError):
         return await _ask_briefly(cluster, master)
     return await _ask_briefly(cluster, master)
 
 
 async def _why_apart(cluster: ClusterClient, slave: BrokerAddress) -> tuple[str, dict[str, Any]]:
-    """Why a replica has no link to its master, or waits, as far as it says; and what it says of its replication."""
+    """Returns the reason that a replica has no link to its master, or waits; and its report on its replication."""
     try:
         answer = await _ask_briefly(cluster, slave)
     except MetamqError as error:
@@ -145,14 +147,14 @@ async def _why_apart(cluster: ClusterClient, slave: BrokerAddress) -> tuple[str,
 
 
 def _in_sync(state: BrokerState, replica: int, address: BrokerAddress | None) -> bool:
-    """A replica that came back as a new incarnation is not, whatever stands there of the former one."""
+    """Returns False for a replica with a new incarnation, even if the former incarnation is in the in-sync set."""
     if address is None:
         return replica in {number for number, _ in state.insync}
     return (replica, address.incarnation) in state.insync
 
 
 async def plan_promotion(cluster: ClusterClient, broker_id: int, replica: int) -> PromotionPlan:
-    """What a promotion would do. Raises ConfigError when there is no such slave."""
+    """Returns the effects of a promotion. Raises ConfigError if there is no such slave."""
     stored, slave, master = await _find(cluster.session, broker_id, replica)
     state, _reason = await _state_to_go_by(cluster.session, broker_id, stored)
     in_sync = _in_sync(state, replica, slave)
@@ -175,19 +177,19 @@ async def plan_promotion(cluster: ClusterClient, broker_id: int, replica: int) -
 
 
 async def _has(cluster: ClusterClient, state: BrokerState, replica: BrokerAddress) -> Has:
-    """Raises MetamqError when it does not answer, or makes no sense. `state`: as _state_to_go_by() gives it."""
+    """Returns a replica's log ends. `state`: from _state_to_go_by(). Raises MetamqError without a valid answer."""
     answer = await _ask(cluster, replica)
     try:
         epoch = max(replica.epoch, int(answer["replication"].get("known_epoch", 0)))
         ends = {(entry["topic"], entry["partition"]): entry["end_offset"] for entry in answer["partitions"]}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        problem = f"the statistics of the broker at {replica.address} make no sense: {error!r}"
-        raise MetamqError(problem, hint="Is it of another metamq release? See `metamq doctor`.") from error
+        problem = f"the statistics of the broker at {replica.address} have the wrong structure: {error!r}"
+        raise MetamqError(problem, hint="Does it run another metamq release? See `metamq doctor`.") from error
     return Has(replica.replica, epoch, ends, _in_sync(state, replica.replica, replica))
 
 
 async def _lives(cluster: ClusterClient, master: BrokerAddress | None) -> bool:
-    """Whether a master answers: one that was killed stays registered until its session ends."""
+    """Returns True if a master answers. A killed master stays registered until its session ends."""
     if master is None:
         return False
     try:
@@ -198,7 +200,7 @@ async def _lives(cluster: ClusterClient, master: BrokerAddress | None) -> bool:
 
 
 async def promote(cluster: ClusterClient, broker_id: int, replica: int, accept_loss: bool) -> int:
-    """Makes a slave the master; returns the new epoch. Raises ConfigError, Fenced, ConnectError, Timeout."""
+    """Makes a slave the master. Returns the new epoch. Raises ConfigError, Fenced, ConnectError, Timeout."""
     _stored, slave, _master = await _find(cluster.session, broker_id, replica)
     connection = await _connected(cluster, slave)
     answer = await connection.request(Command.PROMOTE, Promote(accept_loss), timeout_s=PROMOTE_TIMEOUT_S)
@@ -206,17 +208,17 @@ async def promote(cluster: ClusterClient, broker_id: int, replica: int, accept_l
 
 
 async def _find(session: Session, broker_id: int, replica: int) -> tuple[StateAt, BrokerAddress, BrokerAddress | None]:
-    """The state of a broker id, one of its slaves, and its master if that is registered."""
+    """Returns the state of a broker id, one of its slaves, and its master if that is registered."""
     stored = await read_state(session, broker_id)
     if stored is None:
         raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
     master = await master_of(session, broker_id)
     slaves = {slave.replica: slave for slave in await slaves_of(session, broker_id)}
-    if replica not in slaves:  # one that waits is among them, and may be promoted
+    if replica not in slaves:  # a waiting replica is among them, and may be promoted
         if master is not None and master.replica == replica:
             raise ConfigError(f"replica {replica} is the master of broker {broker_id} already")
         if replica in {stored[0].master, *(number for number, _ in stored[0].insync)}:
-            hint = "Start it: only a replica that runs can be promoted."
+            hint = "Start it: only a running replica can be promoted."
             if replica == stored[0].master:
                 hint = "Start it, and it is the master again; or promote another replica, see `metamq ha status`."
             raise ConfigError(f"replica {replica} of broker {broker_id} is down", hint=hint)

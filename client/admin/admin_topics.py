@@ -1,7 +1,7 @@
-"""Topics, administered: created, altered and deleted in ZooKeeper, and waited for until the brokers have followed.
+"""The administration of topics: they are created, altered and deleted in ZooKeeper, then the brokers follow.
 
-The configuration node is the change; all that comes after it is waiting. So a time-out here takes nothing back, and
-the same call can be made again.
+The configuration node is the change; the rest is waiting. So a time-out here reverts nothing, and the same call can be
+repeated.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def create_topic(
     timeout_s: float,
     settings: TopicSettings,
 ) -> TopicConfig:
-    """Creates a topic and waits until it can be written to and read. See Admin.create_topic."""
+    """Creates a topic and waits until it accepts and delivers messages. See Admin.create_topic."""
     check_topic(topic)
     _check_count(topic, partitions)
     _check_settings(settings, "create_topic()")
@@ -59,7 +59,7 @@ async def create_topic(
     config = TopicConfig(topic, partitions=spread_partitions(partitions, chosen), **settings)
     try:
         await _create(cluster, config)
-    except TopicExists:  # somebody else was faster
+    except TopicExists:  # another process was faster
         return await _served_already(cluster, await cluster.topics.get(topic), exist_ok, timeout_s)
     await _wait_served(cluster, config, timeout_s)
     return config
@@ -73,7 +73,7 @@ async def _served_already(cluster: ClusterClient, config: TopicConfig, exist_ok:
 
 
 async def until_connected(session: Session) -> None:
-    """Waits while kazoo connects anew. Raises ConnectError when that takes long."""
+    """Waits while the session reconnects. Raises ConnectError after RECONNECT_TIMEOUT_S."""
     try:
         async with asyncio.timeout(RECONNECT_TIMEOUT_S):
             await session.connected()
@@ -86,7 +86,7 @@ async def until_connected(session: Session) -> None:
 
 
 async def _create(cluster: ClusterClient, config: TopicConfig) -> None:
-    """Creates the node once, whatever answers are lost."""
+    """Creates the node once, even if answers are lost."""
     while True:
         try:
             await cluster.topics.create(config)
@@ -108,7 +108,7 @@ async def alter_topic(
     timeout_s: float,
     settings: TopicSettings,
 ) -> TopicConfig:
-    """Changes settings, adds partitions, and waits until brokers serve these. See Admin.alter."""
+    """Changes settings, adds partitions, and waits until brokers serve the new ones. See Admin.alter."""
     if partitions is None and brokers is not None:
         raise ConfigError("`brokers` says where new partitions go", hint="Give `partitions` too, the new total.")
     if partitions is not None:
@@ -150,7 +150,7 @@ async def delete_topic(cluster: ClusterClient, topic: str, timeout_s: float) -> 
 
 
 async def all_topics(cluster: ClusterClient) -> dict[str, TopicConfig]:
-    """Every topic's configuration, by name in alphabetical order; warns of those that cannot be read."""
+    """Returns every topic's configuration, in alphabetical order. Warns of those that cannot be read."""
     configs, problems = await read_configs(cluster, await cluster.topics.names())
     for topic, problem in problems.items():
         log.warning("topic %r is left out: %s. `metamq topic delete` removes it", topic, problem)
@@ -160,7 +160,7 @@ async def all_topics(cluster: ClusterClient) -> dict[str, TopicConfig]:
 async def read_configs(
     cluster: ClusterClient, topics: Collection[str]
 ) -> tuple[dict[str, TopicConfig], dict[str, str]]:
-    """The topics' configurations, and what is wrong with those that have none of use. Raises ConnectionLost."""
+    """Returns the topics' configurations, and the problems of topics without a usable one. Raises ConnectionLost."""
     found = await asyncio.gather(*map(cluster.topics.get_or_none, sorted(topics)), return_exceptions=True)
     configs, problems = {}, {}
     for topic, outcome in zip(sorted(topics), found, strict=True):
@@ -176,7 +176,7 @@ async def read_configs(
 
 
 async def describe_topic(cluster: ClusterClient, topic: str) -> TopicDescription:
-    """Configuration and state of a topic. Raises TopicNotFound, ConnectionLost."""
+    """Returns configuration and state of a topic. Raises TopicNotFound, ConnectionLost."""
     config = await cluster.topics.get(topic)
     masters = await live_brokers(cluster.session)
     found = await ask_offsets(cluster, dict.fromkeys(config.topic_partitions, (config.id, LATEST)))
@@ -200,7 +200,7 @@ async def describe_topic(cluster: ClusterClient, topic: str) -> TopicDescription
 
 
 async def _choose_brokers(session: Session, wanted: Collection[int] | None) -> list[int]:
-    """The broker ids to spread over: the live ones, or the wanted ones when all of them are live."""
+    """Returns the broker ids for new partitions: the live ones, or the wanted ones if all of them are live."""
     live = sorted(await live_brokers(session))
     if wanted is None:
         if not live:
@@ -216,7 +216,7 @@ async def _choose_brokers(session: Session, wanted: Collection[int] | None) -> l
 
 
 async def _how_to_get_one(session: Session) -> str:
-    """What to do when no broker has a master."""
+    """Returns the next step if no broker has a master."""
     names = await session.children_or_none(session.paths.broker_ids()) or []
     for broker_id in sorted(int(name) for name in names if name.isdecimal()):
         stored = await read_state(session, broker_id)
@@ -231,7 +231,7 @@ def _check_count(topic: str, partitions: int) -> None:
     if type(partitions) is not int or not 1 <= partitions <= PARTITIONS_MAX:
         raise ConfigError(
             f"topic {topic!r}: partitions is {partitions!r}",
-            hint=f"It has to be a whole number, 1 to {PARTITIONS_MAX:,} in all.",
+            hint=f"It must be a whole number, 1 to {PARTITIONS_MAX:,} in all.",
         )
 
 
@@ -245,20 +245,20 @@ def _check_settings(settings: Mapping[str, object], where: str) -> None:
 async def _wait_served(
     cluster: ClusterClient, config: TopicConfig, timeout_s: float, *, reachable_only: bool = False
 ) -> None:
-    """Until every broker of the topic offers its partitions, and serves them under the topic's id.
+    """Waits until every broker of the topic offers its partitions, and serves them under the topic's id.
 
-    The offer alone may be that of a topic of the same name that was deleted just now. `reachable_only`: without those
-    that are down, which know a topic that is not new.
+    The offer alone may be left from a topic of the same name that was just deleted. `reachable_only`: skips brokers
+    that are down; they know a topic that is not new.
     """
-    hint = "The configuration stands; brokers follow when they are up. See `metamq topic describe` and `metamq doctor`."
+    hint = "The configuration is stored; brokers follow when they are up. See `metamq topic describe`, `metamq doctor`."
 
     async def served() -> str:
         live = await live_brokers(cluster.session) if reachable_only else config.partitions
         for broker_id, count in config.partitions.items():
             if broker_id in live and await _offered_count(cluster.session, config.topic, broker_id) != count:
                 return f"broker {broker_id} does not offer its {count} yet"
-        asked: dict[TopicPartition, tuple[str, int]] = dict.fromkeys(config.topic_partitions, (config.id, LATEST))
-        for tp, answer in (await ask_offsets(cluster, asked)).items():
+        requests: dict[TopicPartition, tuple[str, int]] = dict.fromkeys(config.topic_partitions, (config.id, LATEST))
+        for tp, answer in (await ask_offsets(cluster, requests)).items():
             is_away = reachable_only and isinstance(answer, ConnectError | Timeout)
             if isinstance(answer, MetamqError) and not is_away:
                 return f"{tp}: {answer.problem}"
@@ -283,7 +283,7 @@ async def _offers(session: Session, kind: str, topic: str) -> list[str]:
 
 
 async def _wait(what: str, timeout_s: float, missing: Callable[[], Awaitable[str]], hint: str) -> None:
-    """Asks `missing` until it says nothing. Raises Timeout, with its last words."""
+    """Calls `missing` until it returns "". Raises Timeout with its last answer."""
     pause_s, words = LOOK_AGAIN_S, "ZooKeeper did not answer"
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""Branches of transactions, for administration: what is open, and an operator's decisions."""
+"""The administration of transaction branches: the open ones, and an operator's decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LASTING = ("prepared", "heuristically completed", "decided")
 
 
 async def open_branches(cluster: ClusterClient) -> OpenBranches:
-    """The branches of every broker, and why some could not be asked. Raises ConnectionLost."""
+    """Returns the branches of every broker, and the reasons of brokers without an answer. Raises ConnectionLost."""
     names = await children(cluster.session, cluster.session.paths.broker_ids())
     numbers = sorted(int(name) for name in names if name.isdecimal())
     client = TxClient(cluster)
@@ -35,31 +35,31 @@ async def open_branches(cluster: ClusterClient) -> OpenBranches:
 
 
 async def commit_branch(cluster: ClusterClient, xid: Xid, broker_id: int) -> None:
-    """An operator's commit. Raises what the broker answers."""
+    """Commits a branch for an operator. Raises the broker's error."""
     branch = await _find(cluster, xid, broker_id)
     if branch.state != "prepared":
         raise BranchMisuse(
             xid, XACode.PROTO, f"it is {branch.state} at broker {broker_id}",
-            hint="Only what is prepared can be committed: all of it is there then.",
+            hint="Only a prepared branch can be committed: it is complete then.",
         )  # fmt: skip
     await _ask(cluster, branch, Verb.HEURISTIC_COMMIT)
 
 
 async def rollback_branch(cluster: ClusterClient, xid: Xid, broker_id: int) -> None:
-    """An operator's roll back. Raises what the broker answers."""
+    """Rolls a branch back for an operator. Raises the broker's error."""
     branch = await _find(cluster, xid, broker_id)
     if branch.state in LASTING:
         await _ask(cluster, branch, Verb.HEURISTIC_ROLLBACK)
         return
     try:
-        await _ask(cluster, branch, Verb.RESOLVE)  # whoever works in it learns of it, and nothing is to be forgotten
+        await _ask(cluster, branch, Verb.RESOLVE)  # the session that works in it notices; there is nothing to forget
     except BranchNotKnown:
         return
     raise BranchMisuse(xid, XACode.PROTO, f"it was committed at broker {broker_id} meanwhile")
 
 
 async def forget_branch(cluster: ClusterClient, xid: Xid, broker_id: int) -> None:
-    """Drops a decision. Raises what the broker answers."""
+    """Drops a decision. Raises the broker's error."""
     await _ask(cluster, await _find(cluster, xid, broker_id), Verb.FORGET)
 
 
@@ -70,7 +70,7 @@ async def _find(cluster: ClusterClient, xid: Xid, broker_id: int) -> BranchDescr
     for branch in await TxClient(cluster).branches(broker_id, all_of_them=True):
         if branch.xid == xid.check():
             return branch
-    reason = f"broker {broker_id} does not know it: it never was, or is finished"
+    reason = f"broker {broker_id} does not know it: it never existed, or is finished"
     raise BranchNotKnown(xid, XACode.NOTA, reason, hint="`metamq tx list` shows what is open.")
 
 

@@ -30,12 +30,12 @@ from metamq.zk.partitions import TopicPartition
 
 
 class Admin:
-    """Looks at and changes topics, groups and brokers; see metamq.Admin. For one loop, the one it is opened in.
+    """Reads and changes topics, groups and brokers; see metamq.Admin. Not thread-safe: for the loop that opens it.
 
         async with Admin() as admin:
             await admin.create_topic("flights", partitions=4)
 
-    Cancelling a call takes back nothing that was sent already.
+    Cancelling a call revokes nothing that was sent already.
     """
 
     def __init__(self, zookeeper: str | None = None, *, config: str | None = None, root: str | None = None) -> None:
@@ -44,7 +44,7 @@ class Admin:
         self._root = zookeeper_root(root, config)
 
     async def open(self) -> Self:
-        """Connects to ZooKeeper; `async with` does it. Raises ConnectError."""
+        """Connects to ZooKeeper; `async with` calls it. Raises ConnectError."""
         await self._core.open(self._servers, self._root)
         return self
 
@@ -164,7 +164,7 @@ class Admin:
         await self._core.forget_branch(xid, broker_id)
 
     async def close(self) -> None:
-        """Disconnects; further calls do nothing."""
+        """Disconnects. Further calls do nothing."""
         await self._core.close()
 
     async def __aenter__(self) -> Self:

@@ -1,13 +1,13 @@
-"""What a promotion would lose, decided from what the replicas have. Pure: no I/O.
+"""The loss of a promotion, decided from the logs of the replicas. Pure: no I/O.
 
-The ends of two logs tell what one lacks only where both replicas have followed the same last term. A replica that
-stopped before that may have a longer log, with messages that were never acknowledged, and still lack what a later
-master acknowledged. And two slaves cannot tell what was acknowledged without both of them. So a number is given only
-to a replica that knows the last term, where one that has what was acknowledged answers: the master of that term, or a
-replica in sync.
+The ends of two logs show what one lacks only if both replicas have followed the same last epoch. A replica that stopped
+earlier may have a longer log, with messages that were never acknowledged, and still lack messages that a later master
+acknowledged. And two slaves cannot know the acknowledgements that needed neither of them. So a number is given only for
+a replica that knows the last epoch, and only if a replica answers that has all acknowledged messages: the master of
+that epoch, or a replica in sync.
 
-Where the state node went on from an older copy of itself, two replicas may have been masters at once, each with
-messages that were acknowledged. No number tells which of them to keep.
+If the state node in ZooKeeper was restored from an older copy, two replicas may have been masters at once, each with
+acknowledged messages. No number shows which of them to keep.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_ANSWER = "no other replica answers"
 
 
 class Has(NamedTuple):
-    """What a replica that answers has. `epoch`: of the last term that it knows; `ends`: offsets, by partition."""
+    """The log of a replica that answers. `epoch`: the last one that it knows; `ends`: offsets by partition."""
 
     replica: int
     epoch: int
@@ -34,8 +34,10 @@ class Has(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """`lost`: messages by topic; None where that cannot be known. Then `unknown` says why, and `promote_instead` is the
-    replica that has what was acknowledged, and may be down; None where no other one has it, or that is not known."""
+    """`lost`: messages by topic, or None if they cannot be known. Then `unknown` is the reason, and `promote_instead`
+    is the replica that has all acknowledged messages, and may be down; None if there is no such replica, or it is not
+    known.
+    """
 
     lost: Mapping[str, int] | None
     unknown: str = ""
@@ -43,7 +45,8 @@ class Loss(NamedTuple):
 
 
 def loss_of(mine: Has, others: Sequence[Has], state: Known, claimed: int = 0) -> Loss:
-    """What is lost with this replica as the master. `claimed`: the highest epoch that a replica claims in ZooKeeper."""
+    """Returns the loss if this replica becomes the master. `claimed`: the highest epoch that replicas claim in
+    ZooKeeper."""
     everyone = [mine, *others]
     if any(state.diverged_from(one.epoch) for one in everyone):
         return Loss(None, TWO_MASTERS)
@@ -55,11 +58,11 @@ def loss_of(mine: Has, others: Sequence[Has], state: Known, claimed: int = 0) ->
     instead = whole[0] if whole else master
     if instead == mine.replica:
         return Loss(None, NO_ANSWER)
-    return Loss(None, f"replica {instead} has what was acknowledged, and this one may lack any of it", instead)
+    return Loss(None, f"replica {instead} has all acknowledged messages, and this one may lack any of them", instead)
 
 
 def _more(mine: Has, others: Sequence[Has]) -> dict[str, int]:
-    """What the others have more, the most of them in each partition."""
+    """Returns the messages by topic that the others have more, taking the most of them in each partition."""
     ends: dict[tuple[str, int], int] = defaultdict(int)
     for other in others:
         for place, end in other.ends.items():

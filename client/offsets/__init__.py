@@ -1,1 +1,1 @@
-"""Where a group's offsets are stored: ZooKeeper, a file, or a database."""
+"""The storages of a group's offsets: ZooKeeper, a file, or a database."""

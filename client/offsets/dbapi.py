@@ -1,14 +1,13 @@
 """SQL on the application's own database connection, whatever its driver.
 
-    connection                                                  known by                         parameters
+    connection                                                  recognized by                    parameters
     blocking, PEP 249: sqlite3, psycopg.Connection              cursor, commit, rollback         its module's paramstyle
     asyncio: psycopg.AsyncConnection, aiosqlite.Connection      the same; commit is a coroutine  its module's paramstyle
-    asyncio: asyncpg.Connection, also out of a pool             transaction, is_in_transaction   $1, $2
+    asyncio: asyncpg.Connection, also from a pool               transaction, is_in_transaction   $1, $2
 
-The kind is found out here and nowhere else, by `database_of`. What works with a database is written once, as coroutines
-on a Database. One of a blocking connection never waits for the loop: `at_once` runs such a coroutine without one, in
-the caller's thread. A driver that gives an awaitable where its kind should not is refused: no statement is dropped
-without an error.
+Only `database_of` recognizes the kind. The code that works with a database exists once, as coroutines on a Database.
+Coroutines on a blocking connection never wait for a loop: `at_once` runs them without one, in the caller's thread. If a
+driver returns an awaitable where its kind must not, that is an error: no statement is dropped silently.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ _DIALECTS = {
     "psycopg": POSTGRESQL, "psycopg2": POSTGRESQL, "pg8000": POSTGRESQL, "asyncpg": POSTGRESQL,
     "sqlite3": SQLITE, "aiosqlite": SQLITE,
 }  # fmt: skip
-"""By the module that a connection's class, or one that it is derived from, comes from."""
+"""The dialect by the module of the connection's class, or of one of its base classes."""
 _IDLE = 0
-"""PostgreSQL's transaction status without a transaction, as psycopg has it."""
+"""PostgreSQL's transaction status without a transaction, as in psycopg."""
 
 
 class DatabaseConnection(Protocol):
-    """What is used of a blocking DB-API connection."""
+    """The methods of a blocking DB-API connection that metamq uses."""
 
     def cursor(self) -> Any: ...
     def commit(self) -> None: ...
@@ -57,7 +56,7 @@ class DatabaseConnection(Protocol):
 
 
 class AsyncioConnection(Protocol):
-    """What is used of an asyncio connection that follows the DB-API: psycopg.AsyncConnection, aiosqlite.Connection."""
+    """The methods that metamq uses of an asyncio DB-API connection: psycopg.AsyncConnection, aiosqlite.Connection."""
 
     def cursor(self) -> Any: ...
     async def commit(self) -> None: ...
@@ -66,7 +65,7 @@ class AsyncioConnection(Protocol):
 
 
 class AsyncpgConnection(Protocol):
-    """What is used of an asyncpg connection."""
+    """The methods of an asyncpg connection that metamq uses."""
 
     def transaction(self) -> Any: ...
     def is_in_transaction(self) -> bool: ...
@@ -76,37 +75,37 @@ class AsyncpgConnection(Protocol):
 
 AnyConnection = DatabaseConnection | AsyncioConnection | AsyncpgConnection
 NOT_GIVEN: Any = object()
-"""In the place of a connection that was left out: None may be a mistake."""
+"""The default of a connection argument. None may be a mistake of the caller."""
 
 
 class Database(ABC):
-    """A connection, with one way to work with it. Raises what the driver raises."""
+    """A connection, with one interface for all kinds. Raises the driver's errors."""
 
     is_asyncio = True
-    """Whether its coroutines need a loop."""
+    """True if its coroutines need a loop."""
 
     def __init__(self, connection: Any, paramstyle: str | None) -> None:
         self.connection = connection
         modules = (cls.__module__.partition(".")[0] for cls in type(connection).__mro__)
         self.dialect = next((_DIALECTS[module] for module in modules if module in _DIALECTS), "")
-        """`POSTGRESQL`, `SQLITE`, or "" for others."""
+        """The dialect: `POSTGRESQL`, `SQLITE`, or "" for others."""
         self._paramstyle = paramstyle
 
     @abstractmethod
     async def rows(self, sql: str, values: Sequence[object] = ()) -> list[Sequence[Any]]:
-        """The rows that a query gives; "{}" in `sql` stands for a value."""
+        """Returns the rows of a query; "{}" in `sql` stands for a value."""
 
     @abstractmethod
     async def change(self, sql: str, values: Sequence[object] = ()) -> int:
-        """The number of rows that a statement has changed."""
+        """Runs a statement. Returns the number of changed rows."""
 
     @abstractmethod
     async def commit(self) -> None:
-        """Commits."""
+        """Commits the transaction."""
 
     @abstractmethod
     async def rollback(self) -> None:
-        """Rolls back."""
+        """Rolls the transaction back."""
 
     async def close(self) -> None:
         """Closes the connection."""
@@ -114,23 +113,24 @@ class Database(ABC):
 
     @property
     def began(self) -> bool:
-        """Whether a transaction is under way that begin() has begun."""
+        """True during a transaction that begin() has begun."""
         return False
 
     async def begin(self) -> None:  # noqa: B027 - most drivers begin with the first statement
-        """Begins a transaction that commit() ends. Raises ConfigError where one is under way that it would not end."""
+        """Begins a transaction that commit() ends. Raises ConfigError during a transaction that commit() would not
+        end."""
 
     def check_transactional(self) -> None:
-        """Raises ConfigError where each statement would be committed by itself, whatever commit() does."""
+        """Raises ConfigError if each statement would be committed by itself, whatever commit() does."""
         if self._autocommit():
             raise ConfigError(
-                "the connection is in autocommit mode: each statement would be committed by itself, whatever becomes "
-                "of the messages",
+                "the connection is in autocommit mode: each statement would be committed by itself, whatever happens "
+                "to the messages",
                 hint="Open it without autocommit.",
             )
 
     def check_in_transaction(self) -> None:
-        """Raises ConfigError where the next statement would be committed by itself, as far as the driver tells."""
+        """Raises ConfigError if the next statement would be committed by itself, as far as the driver shows that."""
         if not self._autocommit() or self._is_in_transaction():
             return
         raise ConfigError(
@@ -143,12 +143,12 @@ class Database(ABC):
         if callable(getattr(known, "get_autocommit", None)):  # MySQL's modules
             return bool(known.get_autocommit())
         if self.dialect == SQLITE and self._of_sqlite("isolation_level") is None and not known.in_transaction:
-            # Since Python 3.12 `autocommit` may say that there are transactions all the same.
+            # Since Python 3.12 `autocommit` may say that there are transactions nevertheless.
             return getattr(known, "autocommit", True) is not False
         return getattr(known, "autocommit", False) is True
 
     def _of_sqlite(self, name: str) -> Any:
-        """Raises ConfigError where aiosqlite has no connection."""
+        """Returns an attribute. Raises ConfigError if aiosqlite has no connection."""
         try:
             return getattr(self.connection, name)
         except ValueError as error:
@@ -158,14 +158,14 @@ class Database(ABC):
             ) from error
 
     def _is_in_transaction(self) -> bool:
-        """True also where the driver does not tell."""
+        """Returns True during a transaction, and if the driver does not show that."""
         if self.dialect == SQLITE:
             return bool(self._of_sqlite("in_transaction"))
         status = getattr(getattr(self.connection, "info", None), "transaction_status", None)
         return status is None or int(status) != _IDLE
 
     def _prepared(self, sql: str, values: Sequence[object]) -> tuple[Any, ...]:
-        """Arguments of the cursor's execute()."""
+        """Returns the arguments of the cursor's execute()."""
         if not values:
             return (sql,)
         style = self._paramstyle or _paramstyle_of(self.connection)
@@ -201,13 +201,13 @@ class _Blocking(Database):
         return cursor
 
     def _done(self, result: Any) -> Any:
-        """`result`. Raises ConfigError where it waits to be awaited: nothing was done."""
+        """Returns `result`. Raises ConfigError if it is awaitable: then nothing was done."""
         if inspect.isawaitable(result):
             if inspect.iscoroutine(result):
                 result.close()
             kind = type(self.connection)
             raise ConfigError(
-                f"{kind.__module__}.{kind.__qualname__} looks like a blocking connection, and gave an awaitable",
+                f"{kind.__module__}.{kind.__qualname__} looks like a blocking connection, but returned an awaitable",
                 hint="Pass the driver's own connection, without a wrapper.",
             )
         return result
@@ -250,12 +250,12 @@ class _Asyncio(Database):
 
 
 class _Asyncpg(Database):
-    """Statements are committed by themselves outside of a transaction(): the first one begins one, until commit()."""
+    """An asyncpg connection, which commits statements outside of a transaction(). The first statement begins one."""
 
     _own: Any = None
     """The transaction that was begun here."""
     _is_ours = False
-    """Whether one was begun here, and no commit or rollback of it was answered: others are the application's."""
+    """True from the begin of a transaction here until an answered commit or rollback. Others are the application's."""
 
     async def rows(self, sql: str, values: Sequence[object] = ()) -> list[Sequence[Any]]:
         await self._begun()
@@ -273,7 +273,7 @@ class _Asyncpg(Database):
             starting = asyncio.ensure_future(own.start())
             try:
                 await asyncio.shield(starting)
-            except asyncio.CancelledError:  # the server may still carry BEGIN out: end that transaction
+            except asyncio.CancelledError:  # the server may still execute BEGIN: end that transaction
                 try:
                     await starting
                     await own.rollback()
@@ -315,7 +315,7 @@ class _Asyncpg(Database):
         try:
             if own is not None:
                 await own.rollback()
-        finally:  # that, or the commit before it, may have been interrupted
+        finally:  # the rollback, or the commit before it, may have been interrupted
             if self._is_ours and self.connection.is_in_transaction():
                 await self.connection.execute("ROLLBACK")
         self._is_ours = False
@@ -330,8 +330,10 @@ def _numbered(sql: str, values: Sequence[object]) -> str:
 
 
 def database_of(connection: object, paramstyle: str | None = None) -> Database:
-    """`paramstyle`: None takes that of the connection's module. Raises WrongType for what is no connection, ConfigError
-    for an unknown paramstyle."""
+    """Returns the Database of a connection. `paramstyle`: None takes that of the connection's module.
+
+    Raises WrongType if it is not a connection, ConfigError for an unknown paramstyle.
+    """
     if paramstyle is not None:
         check_paramstyle(paramstyle)
     if all(hasattr(connection, name) for name in ("cursor", "commit", "rollback")):
@@ -343,16 +345,16 @@ def database_of(connection: object, paramstyle: str | None = None) -> Database:
 
 
 def blocking_database_of(connection: object, paramstyle: str | None, hint: str) -> Database:
-    """As database_of(). Raises ConfigError, with the hint, for a connection that is one for asyncio."""
+    """Returns the Database of a blocking connection. Raises ConfigError, with the hint, for an asyncio connection."""
     database = database_of(connection, paramstyle)
     if database.is_asyncio:
         kind = type(connection)
-        raise ConfigError(f"the connection is one for asyncio, of {kind.__module__}.{kind.__qualname__}", hint=hint)
+        raise ConfigError(f"the connection is an asyncio one, of {kind.__module__}.{kind.__qualname__}", hint=hint)
     return database
 
 
 def at_once(work: Coroutine[Any, Any, R]) -> R:
-    """Runs a coroutine that waits for nothing, in this thread, without a loop."""
+    """Runs a coroutine that never waits, in this thread, without a loop."""
     try:
         work.send(None)
     except StopIteration as ended:
@@ -363,20 +365,20 @@ def at_once(work: Coroutine[Any, Any, R]) -> R:
 
 
 def check_table(table: str) -> str:
-    """`table` itself, "name" or "schema.name". Raises ConfigError."""
+    """Returns `table`, "name" or "schema.name". Raises ConfigError."""
     if not isinstance(table, str) or not _TABLE.fullmatch(table):
-        raise ConfigError(f"{table!r} is no table name", hint='Use letters, digits and "_", as in "metamq_offsets".')
+        raise ConfigError(f"{table!r} is not a table name", hint='Use letters, digits and "_", as in "metamq_offsets".')
     return table
 
 
 def columns_of(row: Any) -> Sequence[Any]:
-    """Of a row, in their order, also where the connection gives mappings."""
+    """Returns the columns of a row in order, also if the connection returns mappings."""
     return tuple(row.values()) if isinstance(row, Mapping) else row
 
 
 def _paramstyle_of(connection: object) -> str:
-    """What the module that the connection's class comes from, or a package above it, says of itself."""
-    for cls in type(connection).__mro__:  # an application may have derived its own
+    """Returns the paramstyle of the module of the connection's class, or of a package above it."""
+    for cls in type(connection).__mro__:  # an application may have a class of its own
         name = cls.__module__
         while name:
             paramstyle = getattr(sys.modules.get(name), "paramstyle", None)
@@ -384,15 +386,15 @@ def _paramstyle_of(connection: object) -> str:
                 return check_paramstyle(paramstyle)
             name = name.rpartition(".")[0]
     raise ConfigError(
-        f"the module of {type(connection).__qualname__} does not tell its paramstyle", hint="Pass paramstyle=...."
+        f"the module of {type(connection).__qualname__} does not declare its paramstyle", hint="Pass paramstyle=...."
     )
 
 
 def check_paramstyle(paramstyle: str) -> str:
-    """`paramstyle` itself. Raises ConfigError when it is not known."""
+    """Returns `paramstyle`. Raises ConfigError if it is unknown."""
     if paramstyle not in _PLACEHOLDERS:
         raise ConfigError(
-            f"paramstyle {paramstyle!r} is not among those that are known",
-            hint=f"Of PEP 249's, there are {', '.join(_PLACEHOLDERS)}.",
+            f"paramstyle {paramstyle!r} is unknown",
+            hint=f"Supported are, of those in PEP 249: {', '.join(_PLACEHOLDERS)}.",
         )
     return paramstyle

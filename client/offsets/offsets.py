@@ -1,10 +1,10 @@
-"""Where a group keeps its committed offsets: the protocol, and the default, ZooKeeper.
+"""The storage of a group's committed offsets: the protocol, and the default, ZooKeeper.
 
-A storage fences: a commit is carried out only while the claim that it comes with is the partition's last one. The owner
-nodes in ZooKeeper decide who consumes; the generation of the claim is what every storage compares.
+A storage fences: it accepts a commit only while the claim of the commit is the partition's last one. The owner nodes in
+ZooKeeper decide which member consumes; every storage compares the claim's group generation.
 
-Delivery is at least once with every storage: results and offsets are two writes, unless the results go to the same
-database as the offsets, in one transaction (`DatabaseOffsets`): then each message counts exactly once.
+Delivery is at least once with every storage, because results and offsets are two writes. If the results go to the same
+database as the offsets, in one transaction (`DatabaseOffsets`), each message counts exactly once.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ __all__ = [
 ]
 
 CommitOutcome = Ownership | MetamqError
-"""The claim as it stands after the commit, or why it was refused."""
+"""The claim after the commit, or the error if the commit was refused."""
 
 ClaimOutcome = CommittedOffset | MetamqError | None
-"""What is committed, None for nothing, or why the storage does not accept the claim."""
+"""The committed offset, None if there is none, or the error if the storage does not accept the claim."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRequest:
-    """Commit `offset`, the next message to read, for a claimed partition.
+    """A request to commit `offset`, the offset of the next message to read, for a claimed partition.
 
-    `epoch` is the master's term that wrote the message before it.
+    `epoch` is the epoch of the message before it.
     """
 
     claim: Ownership
@@ -51,39 +51,39 @@ class CommitRequest:
     epoch: int
 
     def with_known(self, committed: CommittedOffset | None) -> CommitRequest:
-        """The same commit, on the knowledge that `committed` is what the storage holds now."""
+        """Returns the same request, with `committed` as the content of the storage now."""
         return replace(self, claim=replace(self.claim, committed=committed))
 
 
 class OffsetStorage(Protocol):
-    """Keeps committed offsets. Coroutines run in the consumer's loop and must not block it."""
+    """Stores committed offsets. Coroutines run in the consumer's loop and must not block it."""
 
     in_claim_node: bool
-    """True when offsets live in the node that ZooKeeper claims are made with, so that a release commits as well."""
+    """True if the offsets are in the claim's node in ZooKeeper, so that a release commits, too."""
 
     async def check(self) -> None:
-        """Raise MetamqError, with the next step, when the storage cannot be used. Called before anything else."""
+        """Raises MetamqError, with the next step, if the storage cannot be used. Called before all other methods."""
 
     async def claimed(self, claims: Sequence[Ownership]) -> Mapping[TopicPartition, ClaimOutcome]:
-        """Fence off earlier owners, and say what is committed. May be repeated for one claim.
+        """Fences off earlier owners, and returns the committed offsets. May be repeated for the same claim.
 
-        A claim is refused with OwnershipLost when a later one is known. Raises MetamqError when the storage is out of
-        reach.
+        A claim is refused with OwnershipLost if the storage knows a later one. Raises MetamqError if the storage cannot
+        be reached.
         """
 
     async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, CommitOutcome]:
-        """Commit each request on its own, at most one per partition at a time.
+        """Commits each request on its own; at most one per partition at a time.
 
-        Gives for each partition the claim as it stands after the commit, or why it was refused: OwnershipLost, or an
-        error with `outcome` "unknown", after which it may be repeated with the claim of before.
+        Returns for each partition the claim after the commit, or the error if the commit was refused: OwnershipLost, or
+        an error with `outcome` "unknown", after which it may be repeated with the same claim.
         """
 
     async def close(self) -> None:
-        """Let go of connections and files. May be called twice."""
+        """Closes connections and files. May be called twice."""
 
 
 class ZooKeeperOffsets:
-    """Offsets in the group's znodes, the default. Each commit is a compare-and-set on what the claim wrote."""
+    """Offsets in the group's znodes, the default. Each commit is a compare-and-set on the claim's last write."""
 
     in_claim_node = True
 
@@ -91,14 +91,14 @@ class ZooKeeperOffsets:
         self._session = session
 
     async def check(self) -> None:
-        """Nothing to do: the session was opened."""
+        """Does nothing: the session is open."""
 
     async def claimed(self, claims: Sequence[Ownership]) -> Mapping[TopicPartition, ClaimOutcome]:
-        """What is committed came with the claim; no request is made."""
+        """Returns the offsets that came with the claims. Makes no request."""
         return {claim.tp: claim.committed for claim in claims}
 
     async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, CommitOutcome]:
-        """Commit all concurrently; see `OffsetStorage.commit`."""
+        """Commits all requests concurrently; see `OffsetStorage.commit`."""
         outcomes = await asyncio.gather(*(self._commit_one(request) for request in requests))
         return {request.claim.tp: outcome for request, outcome in zip(requests, outcomes, strict=True)}
 
@@ -109,4 +109,4 @@ class ZooKeeperOffsets:
             return error
 
     async def close(self) -> None:
-        """Nothing to do: the session is the caller's."""
+        """Does nothing: the session belongs to the caller."""

@@ -1,15 +1,15 @@
 """Offsets in a table of any DB-API database: in the same transaction as the results, each message counts exactly once.
 
-One row per group and partition holds the generation of the last claim and the next offset. The fence is in the rows,
-since ZooKeeper cannot stop a transaction that a frozen process left open:
+One row per group and partition holds the group generation of the last claim and the next offset. The fence is in the
+rows, because ZooKeeper cannot stop a transaction that a frozen process left open:
 
-    claim    UPDATE ... SET generation = mine WHERE generation < mine: waits for the open transaction of the owner
-             before on the row's lock, then shuts it out; only then is the offset read
-    commit   UPDATE ... WHERE generation = mine AND next_offset = what I know; no row means that another owner, or
-             another transaction of this one, was there: roll back results and offset together
+    claim    UPDATE ... SET generation = mine WHERE generation < mine: waits at the row's lock for the open transaction
+             of the previous owner, then locks that owner out; the offset is read only afterwards
+    commit   UPDATE ... WHERE generation = mine AND next_offset = the one I know; if there is no such row, another
+             owner, or another transaction of this one, has changed it: roll back results and offset together
 
-`consumer.commit(..., connection=...)` runs in the application's own transaction and leaves commit and rollback to it;
-metamq.client.fetch.commit_in decides what may be counted there.
+`consumer.commit(..., connection=...)` runs in the application's own transaction, which the application commits or rolls
+back; metamq.client.fetch.commit_in decides which offsets may be committed there.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DatabaseOffsets:
 
     `connect` is called in a worker thread, once per operation, for connections that metamq commits and closes itself.
     It may be asynchronous: `lambda: asyncpg.connect(dsn)`; then the connection is used in the consumer's loop.
-    `paramstyle` is taken from the connection's module when None. Tested with sqlite3, aiosqlite, asyncpg and both kinds
-    of psycopg's connections. Raises ConfigError for a wrong table name or paramstyle.
+    `paramstyle` None takes that of the connection's module. Tested with sqlite3, aiosqlite, asyncpg and both kinds of
+    psycopg's connections. Raises ConfigError for a wrong table name or paramstyle.
     """
 
     in_claim_node = False
@@ -58,7 +58,7 @@ class DatabaseOffsets:
         self._paramstyle = paramstyle
 
     async def create_table(self) -> None:
-        """Make the table unless it is there. Raises MetamqError when the database refuses."""
+        """Creates the table if it does not exist. Raises MetamqError if the database refuses."""
         await self._run(
             lambda database: database.change(
                 f"CREATE TABLE IF NOT EXISTS {self._table} ("
@@ -74,14 +74,14 @@ class DatabaseOffsets:
         )
 
     async def check(self) -> None:
-        """Raise MetamqError when the table cannot be read, as when it was not made."""
+        """Raises MetamqError if the table cannot be read, for example because it does not exist."""
         sql = f"SELECT next_offset FROM {self._table} WHERE 1 = 0"
         await self._run(lambda database: database.rows(sql))
 
     async def claimed(self, claims: Sequence[Ownership]) -> Mapping[TopicPartition, ClaimOutcome]:
-        """Raise the rows' generations to the claims', then read them; see `OffsetStorage.claimed`.
+        """Raises the rows' generations to those of the claims, then reads the rows; see `OffsetStorage.claimed`.
 
-        Waits for as long as an earlier owner's transaction holds a row.
+        Waits for as long as an earlier owner's transaction locks a row.
         """
         ordered = sorted(claims, key=lambda claim: claim.tp)
 
@@ -91,7 +91,7 @@ class DatabaseOffsets:
         return await self._run(claim_all)
 
     async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, CommitOutcome]:
-        """Commit in one transaction of our own, for consumers whose results are not in this database."""
+        """Commits in a transaction of its own, for consumers whose results are not in this database."""
         ordered = sorted(requests, key=lambda request: request.claim.tp)
 
         async def commit_all(database: Database) -> Mapping[TopicPartition, CommitOutcome]:
@@ -103,18 +103,18 @@ class DatabaseOffsets:
             return {request.claim.tp: error for request in requests}
 
     async def _update_in(self, database: Database, request: CommitRequest) -> bool:
-        """Commit inside the transaction that `database` is in, without ending it; False when the row does not hold
-        the generation of the request's claim, and the offset last known by it.
+        """Commits inside the current transaction of `database`, without ending it.
 
-        The database's own exceptions go through as they are.
+        Returns False if the row does not hold the generation of the request's claim and its last known offset. The
+        database's own exceptions are passed on.
         """
         known = request.claim.committed
         return await self._update(database, request, known.offset if known else NOTHING_COMMITTED)
 
     async def _read_in(self, database: Database, claim: Ownership) -> CommittedOffset | None:
-        """What the row holds, read inside the transaction that `database` is in; None for nothing.
+        """Returns the offset in the row, read inside the current transaction of `database`; None if there is none.
 
-        Raises OwnershipLost when the row is not this claim's any more.
+        Raises OwnershipLost if the row does not belong to this claim any more.
         """
         row = await self._row(database, claim)
         if row is None or row[0] != claim.generation:
@@ -122,7 +122,7 @@ class DatabaseOffsets:
         return row[1]
 
     async def close(self) -> None:
-        """Nothing to do: no connection outlives its operation, and other consumers may use this one."""
+        """Does nothing: no connection outlives its operation, and other consumers may use this storage."""
 
     async def _claim(self, database: Database, claim: Ownership) -> ClaimOutcome:
         key = (claim.group, *claim.tp)
@@ -141,7 +141,7 @@ class DatabaseOffsets:
                     "VALUES ({}, {}, {}, {}, {}, {}, {})",
                     (*key, claim.topic_id, claim.generation, NOTHING_COMMITTED, 0),
                 )
-            # A transaction for each row: no row stays locked while the next one waits for its earlier owner.
+            # One transaction per row: no row stays locked while the next one waits for its previous owner.
             await database.commit()
             if row is None:
                 return None
@@ -151,7 +151,7 @@ class DatabaseOffsets:
             if generation > claim.generation:
                 reason = f"the database knows generation {generation}, ours is {claim.generation}"
                 return OwnershipLost(*claim.tp, reason=reason)
-            # Somebody with an earlier claim inserted the row between our two statements.
+            # Another owner with an earlier claim has inserted the row between our two statements.
 
     async def _commit_one(self, database: Database, request: CommitRequest) -> CommitOutcome:
         if not await self._update(database, request, known_offset=None):
@@ -191,7 +191,8 @@ class DatabaseOffsets:
         return generation, committed
 
     async def _run(self, operation: Callable[[Database], Coroutine[Any, Any, R]]) -> R:
-        """In a transaction of its own: in a worker thread, or in this loop where the connection is one for asyncio."""
+        """Runs an operation in a transaction of its own: in a worker thread, or in this loop for an asyncio
+        connection."""
 
         def begin() -> R | _ForLoop:
             opened = self._connect()
@@ -210,11 +211,11 @@ class DatabaseOffsets:
             return await _in_own_transaction(database_of(opened, self._paramstyle), operation)
         except MetamqError:
             raise
-        except Exception as error:  # PEP 249 has a tree of exceptions per module, with no common root
+        except Exception as error:  # each module of PEP 249 has its own exceptions, without a common base class
             reason = str(error).partition("\n")[0]
             refused = MetamqError(
                 f"the offset table {self._table} could not be used: {type(error).__name__}: {reason}",
-                hint="Is the database up? `asyncio.run(DatabaseOffsets(connect).create_table())` makes the table.",
+                hint="Is the database up? `asyncio.run(DatabaseOffsets(connect).create_table())` creates the table.",
                 outcome="unknown",
             )
             refused.retriable = True
@@ -222,7 +223,7 @@ class DatabaseOffsets:
 
 
 class _ForLoop(NamedTuple):
-    """A connection, or what is to be awaited for it."""
+    """A connection for the loop, or an awaitable of it."""
 
     opened: Any
 

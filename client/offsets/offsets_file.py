@@ -1,8 +1,8 @@
-"""Offsets in a file, for consumers that share nothing: broadcast consumers, of which each reads every message.
+"""Offsets in a file, for consumers that do not share: broadcast consumers, each of which reads every message.
 
-The file is one JSON document, replaced as a whole: written beside it, flushed, then renamed over it, so that a crash
-leaves the offsets of before or of after. There is no other owner and so no fence; two processes with one file are kept
-apart by a lock on it.
+The file is one JSON document that is replaced as a whole: a new file is written, flushed, and renamed over it. So a
+crash leaves either the old or the new offsets. There is no other owner and so no fence. A lock on a second file
+prevents two processes from using one file.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from metamq.zk.partitions import TopicPartition
 
 
 class FileOffsets:
-    """Offsets per group, topic and partition in the file `path`, made when it is missing.
+    """Offsets per group, topic and partition in the file `path`, which is created if it is missing.
 
-    Raises ConfigError when another process uses the file, CorruptData when it is no file of ours.
+    Raises ConfigError if another process uses the file, and CorruptData if it is not an offset file.
     """
 
     in_claim_node = False
@@ -47,16 +47,16 @@ class FileOffsets:
             raise
 
     async def check(self) -> None:
-        """Raise ClosedError when the consumer that had it was closed."""
+        """Raises ClosedError if the consumer that used the file was closed."""
         if self._lock is None:
             raise ClosedError("offset file")
 
     async def claimed(self, claims: Sequence[Ownership]) -> Mapping[TopicPartition, ClaimOutcome]:
-        """What the file holds for them."""
+        """Returns the offsets in the file."""
         return {claim.tp: self._offsets.get(_key(claim)) for claim in claims}
 
     async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, CommitOutcome]:
-        """Write all requests to the file at once; on disk when this returns."""
+        """Writes all requests to the file at once. They are on disk when this returns."""
         async with self._turn:
             await self.check()
             news = {
@@ -75,7 +75,7 @@ class FileOffsets:
             }
 
     async def close(self) -> None:
-        """Free the file for others."""
+        """Releases the file for other consumers."""
         async with self._turn:
             self._unlock()
 
@@ -93,7 +93,7 @@ def _key(claim: Ownership) -> _Key:
 
 
 def _lock(path: Path) -> IO[str]:
-    # A file of its own: a lock on the offsets would go with the file that each commit replaces.
+    # A separate file: a lock on the offsets file would vanish with the file that each commit replaces.
     lock = open(path.with_name(path.name + ".lock"), "w", opener=opener)  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[_Key, CommittedOffset]:
             for entry in json.loads(text)["offsets"]
         }
     except (ValueError, TypeError, KeyError) as error:
-        raise CorruptData(f"the offset file {path}", f"{error!r}", hint="Move it away to start anew.") from error
+        raise CorruptData(f"the offset file {path}", f"{error!r}", hint="Move it away to start again.") from error
 
 
 def _write(path: Path, offsets: Mapping[_Key, CommittedOffset]) -> None:

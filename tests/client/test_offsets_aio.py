@@ -213,7 +213,7 @@ def test_what_gives_an_awaitable_unasked_is_refused(shop: Shop, group: str, tmp_
         ) as consumer:
             async for message in consumer:
                 with pytest.raises(
-                    ConfigError, match=r"Wrapper looks like a blocking connection, and gave an awaitable"
+                    ConfigError, match=r"Wrapper looks like a blocking connection, but returned an awaitable"
                 ):
                     await consumer.commit(message, connection=Wrapper())
                 for connection in (aiosqlite.connect(tmp_path / "never.db"), closed):
