@@ -63,7 +63,7 @@ class BackgroundLoop:
             coroutine.close()
             raise ConfigError(
                 "the call waits, but a delivery's callback must not wait: it runs in the loop that the call waits for",
-                hint="Do it in another thread, or use metamq.aio.",
+                hint="Call it in another thread, or use metamq.aio.",
             )
         if caller is self._stopped_by:
             return self.loop.run_until_complete(coroutine)

@@ -58,7 +58,7 @@ def load(
 ) -> T:
     """Returns an instance of the dataclass `cls` from the file's `[section]`, the environment and the arguments.
 
-    Arguments that are None are ignored. `others` is the class that passes the arguments on: its own parameters count as
+    An argument of None is ignored. `others` is the class that passes the arguments on: its own parameters count as
     known names in suggestions for a misspelled argument. Raises ConfigError that names the source and the key.
     """
     values: dict[str, Any] = {}

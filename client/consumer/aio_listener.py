@@ -172,7 +172,7 @@ class ListenerTasks:
                         raise
                     await self._dead_letters.send(message, in_flight.batch.plain_value(message.offset), error, failed)
                     return True
-                log.info("%s/%s offset %d failed: %r; again in %g s", *message[:3], error, pause_s)
+                log.info("%s/%s offset %d failed: %r; next attempt in %g s", *message[:3], error, pause_s)
             while pause_s > 0 and not in_flight.taken_back:
                 await asyncio.sleep(min(pause_s, POLL_S))
                 pause_s -= POLL_S

@@ -189,7 +189,7 @@ class ListenerPool:
                         raise
                     self._dead_letters.send(message, in_flight.batch.plain_value(message.offset), error, failed)
                     return True
-                log.info("%s/%s offset %d failed: %r; again in %g s", *message[:3], error, pause_s)
+                log.info("%s/%s offset %d failed: %r; next attempt in %g s", *message[:3], error, pause_s)
             else:
                 self._check_done(outcome)
                 return True

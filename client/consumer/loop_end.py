@@ -2,9 +2,9 @@
 
 A loop that received no message for its idle time ends only when all of these conditions hold:
 
-    ZooKeeper   answers: the lease holds, and an answer after the idle time brings no change
-    the plan    is known, all partitions that it gives to this consumer are consumed, and the other members are alive
-    brokers     answer, and report after the idle time that no message is stored after the last one that was read
+    ZooKeeper   answers: the lease holds, and an answer after the idle time brings no change.
+    the plan    is known, all partitions that it gives to this consumer are consumed, and the other members are alive.
+    brokers     answer, and report after the idle time that no message is stored after the last one that was read.
 
 A condition that does not hold is an obstacle. While there is an obstacle, the idle time does not run. An obstacle that
 lasts longer than its patience is raised. `decide` is the whole rule; `LoopEnd` collects the arguments of `decide`.
@@ -78,10 +78,10 @@ def decide(
     one.
 
         obstacle   doubt   patience over   idle time over   step
-        either of the two  yes             -                RAISE
-        yes        -       no              -                WAIT, and the idle time starts again
-        no         -       no              no               WAIT for the rest of it
-        no         -       no              yes              ASK, after a pause if there is a doubt
+        either of the two  yes             -                RAISE.
+        yes        -       no              -                WAIT, and the idle time starts again.
+        no         -       no              no               WAIT for the rest of it.
+        no         -       no              yes              ASK, after a pause if there is a doubt.
     """
     if any(each is not None and is_over(each, now) for each in (obstacle, doubt)):
         return LoopDecision(LoopStep.RAISE, 0.0, idle_since)

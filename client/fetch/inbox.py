@@ -16,7 +16,7 @@ example in a process that was frozen, so the iterator itself checks the lease, o
                     ^ committed     ^ done_offset                            ^ request.offset
 
 A handler may release a batch before its end: it failed, or its loop ended early. The messages that are not done must be
-delivered again, so the buffered batches behind them are dropped, no further batch is put in, and the loop fetches from
+delivered again. So the buffered batches behind them are dropped, and no further batch is put in. The loop fetches from
 where the handler stopped (`rewinding`, until the loop calls `rewind`).
 
 A seek, or the loss of the partition, may also detach a batch from its handler. Then its messages do not count any more,

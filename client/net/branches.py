@@ -152,7 +152,7 @@ class TxClient:
         follows: Sequence[int] = (),
         followers: Sequence[int] = (),
     ) -> XACode:
-        """Has the broker do the verbs in order, up to the first that fails. Returns the code of the last one.
+        """Sends verbs to the broker, which does them in order up to the first that fails. Returns the last code.
 
         `answer_s` limits the wait for each answer in seconds; None means `timeout_s`. For `later_s` seconds, a request
         that the broker cannot do at present is asked again.

@@ -157,7 +157,7 @@ class Accumulator:
             return index < batch.accepted
 
     def _send_later(self, topic: str, send: Callable[[], D], handle: Callable[[OutgoingBatch], D]) -> D:
-        """Has the loop call `send`, because this thread is inside of another one. The message may be out of order."""
+        """Makes the loop call `send`, since this thread is inside of another one. The message may be out of order."""
         self.check_open()
         waiting = OutgoingBatch(topic)
         delivery = handle(waiting)

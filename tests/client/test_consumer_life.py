@@ -128,7 +128,10 @@ def test_ctrl_c_in_the_middle_of_a_message_leaves_it_to_come_again(shop: Shop, g
 
 @pytest.mark.parametrize("way", ["iterating", "batches"])
 def test_ctrl_c_wherever_it_comes_leaves_no_batch_stuck(shop: Shop, group: str, way: str) -> None:
-    topic, files = shop.topic(), ("client/consumer/consumer.py", "client/consumer/hands.py", "client/fetch/inbox.py")
+    topic, files = (
+        shop.topic(),
+        ("client/consumer/consumer.py", "client/consumer/receivers.py", "client/fetch/inbox.py"),
+    )
     total = 150
     for number in range(total):  # a batch each
         shop.numbers(topic, 1, number)
