@@ -31,8 +31,7 @@ class BackgroundLoop:
     def __init__(self) -> None:
         self.loop = _new_loop()
         self._stopped_by: threading.Thread | None = None
-        """The thread that stopped the loop. Its later calls run the loop in this thread; daemon threads wait until the
-        end."""
+        """The thread that stopped the loop. Its later calls run the loop in it; daemon threads wait until the end."""
         self._thread = threading.Thread(target=self._run, name="metamq", daemon=True)
         start(self._thread)
 

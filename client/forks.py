@@ -1,5 +1,4 @@
-"""A fork copies a client, but not its threads. In the child the client's core is notified and raises when it is
-used."""
+"""A fork copies a client, but not its threads. In the child the client's core is notified; later uses raise."""
 
 from __future__ import annotations
 

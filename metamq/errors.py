@@ -345,8 +345,7 @@ class UndecodableBatch(CorruptData):
 
 
 class DecodeError(MetamqError, ValueError):
-    """A consumer's `decode` rejects a message. The cause (`__cause__`) is the error of `decode`; `value` is as
-    stored."""
+    """A consumer's `decode` rejects a message. `__cause__` is the error of `decode`; `value` is as stored."""
 
     def __init__(
         self, topic: str, partition: str, offset: int, key: bytes | None, value: bytes, reason: BaseException
@@ -391,7 +390,7 @@ class DiskFull(StorageError):
 
 
 class TooManyOpenFiles(StorageError):
-    """`what` needs a file descriptor, but all are in use: `limit` of the process, or those of the system if it is None.
+    """All file descriptors are in use: the `limit` of the process, or all of the system if `limit` is None.
 
     Nothing was changed. The same call works once descriptors are free.
     """

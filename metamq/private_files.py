@@ -15,8 +15,7 @@ _FOR_OTHERS = 0o027
 
 
 def restrict_process() -> None:
-    """Sets the umask: all files that this process and its children create are private. Only for metamq's own
-    processes."""
+    """Makes all new files of this process and its children private (umask). Only for metamq's own processes."""
     os.umask(os.umask(0o077) | _FOR_OTHERS)
 
 
@@ -34,8 +33,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def too_open(path: str | os.PathLike[str]) -> str | None:
-    """Returns the problem with a folder's mode and the command that repairs it, or None if the mode is right. Raises
-    OSError."""
+    """Returns the problem with a folder's mode and the command that repairs it, or None. Raises OSError."""
     mode = os.stat(path).st_mode & 0o777
     if not mode & _FOR_OTHERS:
         return None

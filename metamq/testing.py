@@ -40,8 +40,7 @@ LOG_CHARACTERS = 2000
 
 
 class BrokerProcess:
-    """One broker as a process of its own, on a port that stays the same over restarts. It ends when this process
-    ends."""
+    """One broker as a process of its own, on a port that stays the same over restarts. It ends with this process."""
 
     command: tuple[str, ...] = (sys.executable, "-m", "metamq.broker")
     popen: Callable[..., Any] = staticmethod(subprocess.Popen)
@@ -59,8 +58,7 @@ class BrokerProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, *, wait: bool = True, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Starts the process and waits until it serves. Raises MetamqError with the end of its log if it does not
-        serve."""
+        """Starts the process and waits until it serves. If it does not: raises MetamqError with the end of its log."""
         assert self._process is None
         # The system must not choose the port: while the broker is down, the system could give the port to a connection.
         if not self.port:
@@ -84,8 +82,7 @@ class BrokerProcess:
             self.wait_ready(timeout_s)
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Waits until a started process serves. Raises as `start`, or Timeout after `timeout_s` seconds and kills
-        it."""
+        """Waits until a started process serves. Raises as `start`, or kills it after `timeout_s` and raises Timeout."""
         assert self._process is not None
         assert self._process.stdout is not None
         answer = select.poll()
@@ -203,8 +200,8 @@ class Cluster:
         return broker
 
     def add_slave(self, broker_id: int = 0, **settings: object) -> BrokerProcess:
-        """Starts one more replica of a broker, with the broker's settings. `admin().replicas()` shows if it is in
-        sync."""
+        """Starts one more replica of a broker, with the broker's settings. `admin().replicas()` shows its sync
+        state."""
         first = self.brokers[broker_id]
         number = 1 + sum(slave.broker_id == broker_id for slave in self.slaves)
         folder = first.data.with_name(f"{first.data.name}-replica-{number}")

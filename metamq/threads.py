@@ -17,8 +17,7 @@ def start(thread: threading.Thread) -> None:
 
 
 def start_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """Returns a pool whose threads all run already. A later start could fail for lack of threads. Raises
-    TooManyThreads."""
+    """Returns a pool whose threads all run already: a later start could fail. Raises TooManyThreads."""
     pool = ThreadPoolExecutor(threads, name)
     all_run = threading.Barrier(threads + 1)
     try:

@@ -15,7 +15,6 @@ def size(number: int) -> str:
 
 
 def measure(setting: str, *, whole: bool) -> str:
-    """Returns the kind of value of a setting: "a number of seconds". The last word of the setting's name is the
-    unit."""
+    """Returns the kind of a setting's value: "a number of seconds". The last word of the setting's name is the unit."""
     unit = {"s": " of seconds", "ms": " of milliseconds", "bytes": " of bytes"}.get(setting.rpartition("_")[2], "")
     return ("a whole number" if whole else "a number") + unit

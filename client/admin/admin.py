@@ -135,8 +135,7 @@ class Admin:
         return self._run(self._core.describe_group(group))
 
     def explain_group(self, group: str) -> GroupExplanation:
-        """Explains the plan of a group, and the partitions that are not as planned yet. Raises ConfigError as
-        describe_group."""
+        """Explains a group's plan, and the partitions that are not as planned. Raises ConfigError as describe_group."""
         return self._run(self._core.explain_group(group))
 
     def reset_offsets(self, group: str, topic: str, to: ResetTo, *, dry_run: bool = False) -> tuple[OffsetReset, ...]:
@@ -160,8 +159,7 @@ class Admin:
         return self._run(self._core.evict(group, consumer_id))
 
     def delete_group(self, group: str) -> None:
-        """Removes a group and its committed offsets. Raises ConfigError if there is no such group, or it has
-        members."""
+        """Removes a group and its committed offsets. Raises ConfigError if it does not exist or has members."""
         self._run(self._core.delete_group(group))
 
     # Brokers
@@ -171,20 +169,18 @@ class Admin:
         return self._run(self._core.brokers())
 
     def statistics(self, broker_id: int) -> BrokerStatistics:
-        """Returns a broker's counters, and figures of its partitions. Raises ConfigError for an unknown id,
+        """Returns a broker's counters and figures of its partitions. Raises ConfigError for an unknown id,
         ConnectError."""
         return self._run(self._core.statistics(broker_id))
 
     # The end
 
     def replicas(self) -> dict[int, BrokerReplicas]:
-        """Returns every broker id's replicas: roles, addresses, membership in the in-sync set, and lags of the
-        slaves."""
+        """Returns every broker id's replicas: roles, addresses, in-sync state, and the lags of the slaves."""
         return self._run(self._core.replicas())
 
     def plan_promotion(self, broker_id: int, replica: int) -> PromotionPlan:
-        """Returns the effects of promote(), including losses. Raises ConfigError if there is no such slave,
-        ConnectError."""
+        """Returns the effects of promote(), losses included. Raises ConfigError without such a slave, ConnectError."""
         return self._run(self._core.plan_promotion(broker_id, replica))
 
     def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:

@@ -1,5 +1,4 @@
-"""Requests of administration to the brokers: offsets and statistics. An error of one broker does not fail the
-others."""
+"""Administrative requests to the brokers: offsets and statistics. An error of one broker does not fail the others."""
 
 from __future__ import annotations
 

@@ -292,8 +292,7 @@ async def check_empty(session: Session, group: str, consequence: str) -> None:
 
 
 async def _targets(cluster: ClusterClient, config: TopicConfig, to: ResetTo) -> dict[TopicPartition, tuple[int, int]]:
-    """Returns partition -> (offset, the master's current epoch). Raises OffsetOutOfRange, PartitionNotFound,
-    ConnectError."""
+    """Returns partition -> (offset, master's epoch). Raises OffsetOutOfRange, PartitionNotFound, ConnectError."""
     wanted = _wanted(config, to)
     found = await ask_offsets(cluster, {tp: (config.id, _question(to)) for tp in wanted})
     targets = {}

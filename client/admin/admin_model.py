@@ -31,8 +31,7 @@ class TopicSettings(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class OpenBranches:
-    """The branches of transactions that are not finished. `problems`: broker id -> the reason that it did not
-    answer."""
+    """The unfinished branches of transactions. `problems`: broker id -> the reason that it did not answer."""
 
     branches: tuple[BranchDescription, ...]
     problems: Mapping[int, str]

@@ -25,8 +25,7 @@ ASK_TIMEOUT_S = 3.0
 
 
 async def describe_replicas(cluster: ClusterClient) -> dict[int, BrokerReplicas]:
-    """Returns every broker id's replicas, in order. A broker without an answer is described as such. Raises
-    ConnectionLost."""
+    """Returns every broker id's replicas, in order, also without an answer of the broker. Raises ConnectionLost."""
     names = await children(cluster.session, cluster.session.paths.broker_ids())
     numbers = sorted(int(name) for name in names if name.isdecimal())
     described = await asyncio.gather(*(describe_broker(cluster, number) for number in numbers))
@@ -126,8 +125,7 @@ async def _ask_briefly(cluster: ClusterClient, address: BrokerAddress) -> dict[s
 
 
 async def _ask_twice(cluster: ClusterClient, master: BrokerAddress) -> dict[str, Any]:
-    """Asks twice: a master that is slow for a moment must not look like one that hangs, or an operator promotes
-    another."""
+    """Asks twice: if a slow master looks like a hanging one, an operator may promote another replica."""
     with contextlib.suppress(MetamqError):
         return await _ask_briefly(cluster, master)
     return await _ask_briefly(cluster, master)

@@ -45,8 +45,7 @@ class Loss(NamedTuple):
 
 
 def loss_of(mine: Has, others: Sequence[Has], state: Known, claimed: int = 0) -> Loss:
-    """Returns the loss if this replica becomes the master. `claimed`: the highest epoch that replicas claim in
-    ZooKeeper."""
+    """Returns the loss if this replica becomes the master. `claimed`: the highest epoch that a replica claims."""
     everyone = [mine, *others]
     if any(state.diverged_from(one.epoch) for one in everyone):
         return Loss(None, TWO_MASTERS)

@@ -184,7 +184,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._core.resume(partitions_of(partitions) or self.assignment)
 
     async def lag(self) -> dict[TopicPartition, int]:
-        """Returns the number of messages that are stored and not done, per assigned partition, as the brokers report
+        """Returns the number of stored messages that are not done, per assigned partition, as the brokers report
         now."""
         self._core.check_usable()
         return await self._core.lag()
@@ -214,8 +214,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
             await tasks.run()
 
     async def close(self) -> None:
-        """Commits what is done, releases the partitions, disconnects. The message that is being processed is not
-        done."""
+        """Commits what is done, releases the partitions, disconnects. The current message is not done."""
         await self._close(last_done=False)
 
     async def _close(self, *, last_done: bool) -> None:

@@ -26,8 +26,7 @@ POLL_S = 0.5
 """Seconds between two checks that a message that waits for its next attempt still belongs to this consumer."""
 
 Listener = Callable[[Message[Any]], object]
-"""Called with each message. If the result is awaitable, it is awaited. A plain function blocks the loop while it
-runs."""
+"""Called with each message. An awaitable result is awaited. A plain function blocks the loop while it runs."""
 
 
 class DeadLetters:
@@ -149,8 +148,7 @@ class ListenerTasks:
     async def _deliver(
         self, in_flight: InFlightBatch, message: Message[Any], rejected: DecodeError | None = None
     ) -> bool:
-        """Calls the listener until the message is done or given up. `rejected`: `decode=` failed in the first
-        attempt."""
+        """Calls the listener until the message is done or given up. `rejected`: `decode=` failed in attempt 1."""
         failed = 0
         while True:
             try:

@@ -72,7 +72,7 @@ class Consumer(ConsumerApi[T]):
     """
 
     _asks_for_the_end = True
-    """True if an idle loop ends only at the end of the data. With False, `idle_timeout_s` just limits the wait."""
+    """True if an idle loop ends only at the end of the data. With False, it ends after `idle_timeout_s`."""
 
     def __init__(
         self,
@@ -137,8 +137,7 @@ class Consumer(ConsumerApi[T]):
         return chain.from_iterable(self._runs())
 
     def _runs(self) -> Iterator[Iterator[Message[T]]]:
-        """Yields the messages of one slice of a batch after another. No Python code runs between two messages of a
-        slice."""
+        """Yields the messages of one slice of a batch after another. Within a slice no Python code runs."""
         with self._one_loop.begun(threading.current_thread) as check_loop:
             while True:
                 check_loop()
@@ -240,7 +239,7 @@ class Consumer(ConsumerApi[T]):
         self._wait_for(self._core.seek_to(tp, offset))
 
     def pause(self, *partitions: tuple[str, str]) -> None:
-        """Delivers no messages of these partitions, or of all assigned ones, until resume(). They stay assigned.
+        """Stops the delivery of these partitions, or all assigned ones, until resume(); they stay assigned.
         Thread-safe."""
         self._in_loop(self._core.pause, partitions)
 

@@ -58,8 +58,7 @@ RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
 
 
 class ConsumerCore:
-    """The core of one consumer, an AssignmentHandler and a FetchSink. Its methods are for the loop, except those of the
-    inbox and those marked thread-safe."""
+    """The core of one consumer, an AssignmentHandler and a FetchSink. For its loop, except for thread-safe methods."""
 
     def __init__(
         self,
@@ -147,8 +146,7 @@ class ConsumerCore:
     # Called by the assignment
 
     async def assigned(self, partitions: Sequence[AssignedPartition]) -> None:
-        """Takes over partitions: notifies the application, which may seek, then finds the start offsets, and
-        fetches."""
+        """Takes over partitions: notifies the application, which may seek, finds the start offsets, and fetches."""
         states = [PartitionState(assigned.tp, assigned.claim, -1) for assigned in partitions]
         for state in states:
             self.end.is_placing(state)
@@ -197,8 +195,7 @@ class ConsumerCore:
             return
 
     async def _keep_start(self, state: PartitionState, first: FirstOffset) -> None:
-        """Commits the group's start before any message is done: "latest" is decided once, not again by each new
-        owner."""
+        """Commits the group's start before any message is done: "latest" is decided once, not by each new owner."""
         assert state.claim is not None
         refused = await self.commits.commit([CommitRequest(state.claim, first.offset, first.epoch)])
         for error in refused.values():
@@ -208,8 +205,7 @@ class ConsumerCore:
         return self.inbox.states.get(state.tp) is state and not state.closing
 
     async def revoke(self, partitions: Sequence[TopicPartition]) -> Mapping[TopicPartition, tuple[int, int] | None]:
-        """Releases partitions once none of their messages is in flight. Returns the offset and epoch to commit for
-        each."""
+        """Releases partitions once no message is in flight. Returns the offset and epoch to commit for each."""
         states = [state for tp in partitions if (state := self.inbox.states.get(tp)) is not None]
         for state in states:
             state.closing = True
@@ -330,8 +326,7 @@ class ConsumerCore:
             self.consumed()
 
     def sent(self, requests: list[FetchRequest]) -> None:
-        """Ends the outages of requests that a broker has received. A broker sends no answer for a partition without
-        data."""
+        """Ends the outages of requests that a broker has received. It sends no answer for a partition without data."""
         masters = [request.tp for request in requests if not self._sources.is_substitute(request)]
         for tp in self.outages.cut_off(masters):
             self.outages.ended(tp)
@@ -425,8 +420,7 @@ class ConsumerCore:
         return not self._needs_lease or self._lease.valid()
 
     async def _watch_lease(self) -> None:
-        """Pauses the delivery while the lease is over: takes back what is not delivered, and fetches it again
-        afterwards."""
+        """Pauses while the lease is over: takes back what is not delivered, and fetches it again afterwards."""
         while True:
             await asyncio.sleep(LEASE_CHECK_S)
             valid = self._may_deliver()
@@ -452,8 +446,7 @@ class ConsumerCore:
     # Called by the application
 
     def check_usable(self) -> None:
-        """Raises ClosedError after close(), but not in callbacks during close(). Raises ForkedError in a fork's
-        child."""
+        """Raises ClosedError after close(), but not in callbacks during close(); ForkedError in a fork's child."""
         if isinstance(self.inbox.error, ForkedError):
             raise self.inbox.error
         if self._session is None:

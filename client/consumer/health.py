@@ -22,8 +22,7 @@ class PartitionHealth:
     """True while the application processes a message or batch of the partition."""
     paused: bool
     last_error: str
-    """The reason that the partition is not fetched now, or "". While a slave is read, the reason that the master is
-    not."""
+    """The reason that the partition is not fetched now, or "". While a slave is read, it is the master's reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,7 @@ class ListenerPool:
             in_flight.rejected = None
 
     def _deliver(self, in_flight: InFlightBatch, message: Message[Any], rejected: DecodeError | None = None) -> bool:
-        """Calls the listener until the message is done or given up. `rejected`: `decode=` failed in the first
-        attempt."""
+        """Calls the listener until the message is done or given up. `rejected`: `decode=` failed in attempt 1."""
         failed = 0
         while True:
             try:

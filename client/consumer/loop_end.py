@@ -92,8 +92,7 @@ def decide(
 
 
 class LoopEnd:
-    """The end of one consumer's loops. `confirm` and `warn` are for the event loop; the other methods are
-    thread-safe."""
+    """The end of one consumer's loops. `confirm` and `warn` are for the event loop; the others are thread-safe."""
 
     def __init__(
         self,
@@ -210,8 +209,7 @@ class LoopEnd:
             raise obstacle.error
 
     async def confirm(self) -> bool:
-        """Asks ZooKeeper and the brokers. Returns True at the end of the data; otherwise keeps the obstacle as a
-        doubt."""
+        """Asks ZooKeeper and the brokers. Returns True at the end of the data; otherwise keeps a doubt."""
         async with self._turn:
             requested_at, positions = time.monotonic(), self._doubted_at
             doubt: Obstacle | None

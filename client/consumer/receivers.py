@@ -14,8 +14,7 @@ from metamq.client.fetch.inbox import InFlightBatch
 
 
 class _Wait:
-    """The wait for one batch: decides how long to wait before the next check, and when to ask for the end of the
-    data."""
+    """The wait for one batch: the time until the next check, and the time to ask for the end of the data."""
 
     def __init__(self, end: LoopEnd, *, confirms: bool = True) -> None:
         self._end = end
@@ -25,8 +24,8 @@ class _Wait:
         """True if no further batch will come."""
 
     def wait_s(self, idle_timeout_s: float | None) -> float | None:
-        """Returns the seconds until the next check. None: without limit; 0: ask for the end. Raises the error of a
-        lasting obstacle."""
+        """Returns the seconds until the next check (None: no limit; 0: ask for the end). Raises a lasting obstacle's
+        error."""
         if idle_timeout_s is None:
             return None
         if not self._confirms:
@@ -43,7 +42,7 @@ class ThreadReceiver:
     """The receiver for any thread, outside of the core's loop.
 
     `idle_timeout_s`: seconds to wait for a batch; None waits without limit. `confirms`: True if the idle time ends a
-    loop only at the end of the data. With False, the idle time just limits the wait.
+    loop only at the end of the data. With False, the idle time ends it in any case.
     """
 
     def __init__(
@@ -57,8 +56,7 @@ class ThreadReceiver:
     def take(
         self, stop: threading.Event | None = None, *, whole: bool = False, max_messages: int = 0
     ) -> InFlightBatch | None:
-        """Waits for a batch. Returns None if the inbox was closed or idle, or if `stop` is set and poke() was
-        called."""
+        """Waits for a batch. Returns None if the inbox is closed or idle, or if `stop` is set and poke() is called."""
         taken: list[InFlightBatch] = []
         try:
             return self._take(stop, whole, max_messages, taken)

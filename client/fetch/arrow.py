@@ -26,8 +26,7 @@ SCHEMA = pa.schema(
 
 
 def record_batch(decoded: Columns, header: BatchHeader, topic: str, partition: str, skip: int) -> pa.RecordBatch:
-    """Returns the batch without its first `skip` messages. Raises CorruptData if a column's offsets are not
-    ascending."""
+    """Returns the batch without its first `skip` messages. Raises CorruptData if a column's offsets do not ascend."""
     arrays = [column(name, decoded, header) for name in SCHEMA.names]
     schema = SCHEMA.with_metadata({"topic": topic, "partition": partition})
     return pa.RecordBatch.from_arrays(arrays, schema=schema)[skip:]

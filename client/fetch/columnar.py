@@ -70,8 +70,7 @@ class Shipment:
         sender.loop.call_soon_threadsafe(sender.take, self, batches)
 
     def wait(self) -> None:
-        """Returns once all batches are stored. Raises the first error; then other batches may be stored now or
-        later."""
+        """Returns once all batches are stored. Raises the first error; other batches may still be stored."""
         with self._sender.changed:
             self._sender.changed.wait_for(lambda: self._is_over() or not self._pending)
             self._check()

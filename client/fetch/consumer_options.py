@@ -32,8 +32,8 @@ class ConsumerOptions:
     fetch_min_bytes: int = 1
     """The bytes that a broker collects before it answers, within `fetch_wait_ms`."""
     fetch_max_bytes: int = 1024 * 1024
-    """The most bytes of one answer. In measurements larger answers exceed the processor's cache: broker and consumer
-    slow each other down."""
+    """The most bytes of one answer. In measurements larger answers exceed the processor's cache, and then broker and
+    consumer work one after another instead of in parallel."""
     partition_fetch_max_bytes: int = 1024 * 1024
     """The most bytes of one partition in one answer. A larger batch is still sent whole."""
     prefetch_bytes: int = 16 * 1024 * 1024

@@ -26,7 +26,7 @@ class FetchBudget:
         return max(self._options.prefetch_bytes // max(len(self._inbox.states), 1), 1)
 
     def allows_more(self, state: PartitionState) -> bool:
-        """Returns True if more may be fetched. That always holds below a fair share: a slow partition blocks no other
+        """Returns True if more may be fetched; always below a fair share, so that a slow partition blocks no other
         one."""
         limit = self._options.prefetch_bytes
         if state.buffered_bytes < self._share_bytes():

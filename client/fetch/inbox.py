@@ -62,7 +62,7 @@ class PartitionState:
         """The offset that a transaction of the application has committed. The transaction may have failed."""
         self.lowest_offset = 0
         self.reached_offset = 0
-        """The range of offsets that were delivered since the partition was assigned, before the last seek."""
+        """The delivered offsets since the assignment, before the last seek, are from `lowest_offset` to here."""
         self.sought_offset: int | None = None
         """The target of the application's last seek, until the next commit in a transaction of its own."""
         self.seeks = 0
@@ -81,13 +81,12 @@ class PartitionState:
         self.rewinding = False
         """True while the data that is being fetched is not the next data to deliver."""
         self.released: Callable[[], None] | None = None
-        """Called, in any thread, when no batch is in flight any more; for a task that waits to release the
-        partition."""
+        """Called, in any thread, when no batch is in flight any more; for a task that releases the partition."""
         self.start_offset = -1
         self.stable_offset = -1
 
     def done_offset(self, *, last_done: bool = False) -> int:
-        """Returns the offset after the last done message. `last_done`: True if the last delivered message counts as
+        """Returns the offset after the last done message. With `last_done` the last delivered message counts as
         done."""
         return self.next_offset if self.in_flight is None else self.in_flight.done_offset(last_done=last_done)
 
@@ -111,7 +110,7 @@ class PartitionState:
         return self.lowest_offset < end_offset <= max(self.reached_offset, self.done_offset(last_done=True))
 
     def due_commit(self) -> tuple[int, int] | None:
-        """Returns the offset to commit and its epoch, or None if it is committed, or no message was done since the
+        """Returns the offset to commit and its epoch. None if it is committed, or no message was done since the
         start."""
         done, epoch = self.done_offset(), self.epoch
         if self.in_flight is not None and done > self.in_flight.batch.offset:
@@ -213,8 +212,7 @@ class InFlightBatch:
         return max(self.delivered_offset() - 1, self.batch.offset)
 
     def resume_offset(self) -> int:
-        """Returns the offset of the next message after this batch, or after its delivered messages if it was taken
-        back."""
+        """Returns the offset of the next message after this batch, or after its delivered part if it was taken back."""
         return self.delivered_offset() if self.taken_back else self.batch.end_offset
 
 
@@ -347,8 +345,7 @@ class Inbox:
                 state.next_offset, state.epoch = offset, -1
 
     def drop_from(self, state: PartitionState, offset: int) -> None:
-        """Drops buffered and in-flight messages from `offset` on, because the log has lost them. Drops whole batches
-        only."""
+        """Drops buffered and in-flight messages from `offset` on, as whole batches, because the log has lost them."""
         with self.lock:
             if state.in_flight is not None and state.in_flight.batch.end_offset > offset:
                 state.in_flight.take_back()

@@ -18,8 +18,7 @@ from metamq.wire.columns import Columns
 _NO_HEADERS: Mapping[str, bytes] = {}
 
 SLICE_MESSAGES = 256
-"""The number of messages that are decoded and delivered per check of the lease. A check costs as much as two or three
-messages."""
+"""The number of messages that are decoded and delivered per check of the lease, which costs two or three messages."""
 VALUES_AT = 3
 """The index of the values among the columns after the topic."""
 
@@ -84,8 +83,7 @@ class MessageBatch(Generic[T]):
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """Turns CorruptData into UndecodableBatch: the checksums were right, so the producer encoded the batch
-        wrongly."""
+        """Turns CorruptData into UndecodableBatch: the checksums were right, so the producer made the error."""
         try:
             yield
         except UndecodableBatch:
@@ -116,8 +114,8 @@ class MessageBatch(Generic[T]):
         return values
 
     def _decoded(self, offset: int, count: int) -> list[T]:
-        """Returns the values from an offset on, up to the first one that `decode=` rejects. Raises DecodeError if there
-        is no value before that one."""
+        """Returns the values from an offset on, up to the first that `decode=` rejects. Without any: raises
+        DecodeError."""
         at = offset - self.offset
         plain = self._plain[at : at + count]
         values: list[Any] = []

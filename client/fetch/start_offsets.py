@@ -79,8 +79,8 @@ class OffsetFinder:
         return FirstOffset(found.offset, found.epoch, is_committed=False)
 
     async def find(self, tp: TopicPartition, topic_id: str, where: Start) -> int:
-        """Returns the offset of "earliest", "latest", or the first message at a time; the end if there is no such
-        message."""
+        """Returns the offset of "earliest", "latest", or the first message at a time; without such a message the
+        end."""
         return (await self._find(tp, topic_id, where)).offset
 
     async def _find(self, tp: TopicPartition, topic_id: str, where: Start) -> OffsetsResult:
@@ -185,8 +185,7 @@ class OffsetFinder:
 
 
 def _only_the_master_knows(tp: TopicPartition, result: OffsetsResult) -> ConnectError:
-    """Returns the error for a start that only the master knows: a slave's retention is its own, the master may have
-    more."""
+    """Returns the error for a start that only the master knows: a slave may have removed messages that it still has."""
     return ConnectError(
         f"the master of {tp}", f"a slave is there, but begins at {result.start_offset}, where the master may have more"
     )

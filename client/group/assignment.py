@@ -56,8 +56,7 @@ class AssignmentHandler(Protocol):
         """
 
     def lost(self, partitions: Sequence[TopicPartition]) -> None:
-        """Stops at once, and commits nothing: other members may own the partitions already. Also ends a running
-        `revoke`."""
+        """Stops at once, and commits nothing: other members may own the partitions. Also ends a running `revoke`."""
 
     def failed(self, error: MetamqError) -> None:
         """Called when the listener has stopped permanently, after `lost` for all partitions."""

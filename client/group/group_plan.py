@@ -144,8 +144,8 @@ class GroupPlan:
             )
 
     async def _read_configs(self, topics: Sequence[str]) -> tuple[list[TopicConfig | None], list[str]]:
-        """Returns the configurations, and the topics whose configuration is unreadable: the plan keeps them
-        unchanged."""
+        """Returns the configurations, and the topics whose configuration is unreadable: the plan keeps these as they
+        are."""
         self._configs = {topic: self._configs.get(topic) or self._watch_config(topic) for topic in topics}
         found = await asyncio.gather(*(config.get() for config in self._configs.values()), return_exceptions=True)
         configs: list[TopicConfig | None] = []

@@ -131,7 +131,7 @@ class Holdings:
     # Following a plan
 
     async def follow(self, plan: Plan) -> None:
-        """Takes every step towards `plan` that is possible now. Steps that end later call `changed`. Raises
+        """Takes every step towards `plan` that is possible now. Later ends of steps call `changed`. Raises
         MetamqError."""
         await self._settle_doubts()
         mine = mine_in(self._id, plan)
@@ -273,8 +273,8 @@ class Holdings:
     # Releasing
 
     async def _release(self, partitions: Collection[TopicPartition]) -> None:
-        """Commits the last offsets and deletes the owner nodes. Raises the first error, after the others are
-        released."""
+        """Commits the last offsets and deletes the owner nodes, of all partitions. Raises the first error
+        afterwards."""
         async with self._commit_turn:
             some = {tp: self._held[tp] for tp in partitions if tp in self._held}
             if not self._storage.in_claim_node:
@@ -363,8 +363,7 @@ class Holdings:
     # Ends
 
     def lose_all(self) -> list[TopicPartition]:
-        """Forgets every claim, because the session is over. Notifies the handler. Returns the partitions that were
-        held."""
+        """Forgets every claim, because the session is over. Notifies the handler. Returns the former partitions."""
         handler_had = self.in_phase(*HANDLER_HAS_IT)
         held, self._held = list(self._held), {}
         self.waiting.clear()

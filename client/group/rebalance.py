@@ -195,8 +195,7 @@ class ZKLoadRebalanceListener:
         return await self._holdings.commit(requests)
 
     def unsettled(self) -> Obstacle | None:
-        """See `Assignment.unsettled`. It waits for the partitions of a member that may be dead until its session
-        ends."""
+        """See `Assignment.unsettled`. Waits for partitions of a possibly dead member until its session ends."""
         now, since = time.monotonic(), self._unsettled_since
         is_joined = self._joined_in == self._session.generation and not self._look.is_set()
         if self._is_failed or (since is None and is_joined):
@@ -390,7 +389,7 @@ class ZKLoadRebalanceListener:
         )
 
     def _owes_sign(self) -> bool:
-        """Returns True if members that have joined since may not know that this one is alive; see
+        """Returns True if members that joined later may not know that this one is alive; see
         metamq.client.net.peers."""
         return self._plan is not None and self._plan.generation != self._signed and len(self._plan.inputs.members) > 1
 
@@ -415,7 +414,6 @@ def _now_ms() -> int:
 
 
 def _pause_s(failures: int) -> float:
-    """Returns the seconds to wait after so many consecutive failures: doubled, limited, and random to spread
-    members."""
+    """Returns the seconds to wait after so many consecutive failures: doubled, limited, and random."""
     ceiling_ms = min(RETRY_MS_MIN << min(failures, 10), RETRY_MS_MAX)
     return random.uniform(0.5, 1.0) * ceiling_ms / 1000

@@ -198,8 +198,7 @@ def has_no_topic(consumer_id: str, plan: Plan) -> bool:
 
 
 def why_idle(consumer_id: str, plan: Plan) -> str:
-    """Returns the reason that the plan gives a member no partition. "" if it gives some, or does not know the
-    member."""
+    """Returns the reason that the plan gives a member no partition, or "" if it gives some or does not know it."""
     topics = plan.inputs.members.get(consumer_id)
     if topics is None or consumer_id in plan.assignment.values():
         return ""

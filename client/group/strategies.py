@@ -1,6 +1,6 @@
 """The distribution of partitions: pure functions of (previous plan, members with subscriptions, configured partitions).
 
-    range            per topic a contiguous run for each member, in order of member id, as Metamorphosis does by default.
+    range            per topic a contiguous run for each member, in order of member id, the default of Metamorphosis.
     round_robin      all partitions are dealt one by one to the members in order of id.
     consistent_hash  each partition goes to the next point clockwise on a ring of 160 points per member: uneven, but a
                      member that joins or leaves moves no partition between the others.

@@ -34,8 +34,7 @@ from metamq.wire.frames import Buffer
 SOON_S = 0.001
 """The shortest wait in seconds; 0 would mean not to wait at all."""
 RECEIVE_BUFFER_BYTES = 1024 * 1024
-"""The kernel buffers at least so many bytes of an answer that no thread waits for yet; the rest stays with the
-broker."""
+"""The kernel buffers at least so many bytes of an unread answer; the rest stays with the broker."""
 
 
 class BlockingConnection:
@@ -102,7 +101,7 @@ class BlockingConnection:
 
     @property
     def is_idle(self) -> bool:
-        """True if the connection is open and has no unread data. Unread data without a request is the connection's
+        """True if the connection is open and has no unread data. Without a request, such data is the connection's
         end."""
         if not self.is_open:
             return False

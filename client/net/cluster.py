@@ -65,8 +65,7 @@ class ClusterClient:
         self._closed = False
 
     async def topic(self, name: str) -> TopicConfig:
-        """Returns the topic's configuration. Raises TopicNotFound, or ConnectionLost if the topic was never read
-        before."""
+        """Returns the topic's configuration. Raises TopicNotFound, or ConnectionLost if it was never read before."""
         if name in self._fresh_topics and not self._reading[name].locked():
             return self.configs[name]
         try:
@@ -227,8 +226,8 @@ class ClusterClient:
         return self.brokers.get(broker_id) if replica == MASTER else self.slaves.get(broker_id, {}).get(replica)
 
     def is_current(self, source: Source, address: str) -> bool:
-        """Returns False if the source has another address now. A source that is not registered may still be there:
-        True."""
+        """Returns False if the source has another address now, and True if it is not registered: it may still be
+        there."""
         known = self._address(*source)
         return known is None or known.address == address
 

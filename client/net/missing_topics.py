@@ -9,8 +9,7 @@ log = logging.getLogger("metamq.client")
 
 
 class MissingTopics:
-    """The missing topics of one consumer, which found all its topics when it was created. `consumer` is its name in the
-    log."""
+    """The missing topics of one consumer, which found all its topics at first. `consumer` is its name in the log."""
 
     def __init__(self, consumer: str, topics: Collection[str]) -> None:
         self._consumer = consumer

@@ -16,7 +16,7 @@ TIMES_TARGET = 32
 
 
 async def ask_offsets(connection: BrokerConnection, entries: Sequence[OffsetsEntry]) -> list[OffsetsResult]:
-    """Sends OFFSETS requests. Returns a result for each entry, in order. Raises the broker's error, ConnectError,
+    """Sends OFFSETS requests. Returns a result per entry, in order. Raises the broker's error, ConnectError,
     Timeout."""
     results: list[OffsetsResult] = []
     asks_for_times = any(entry.timestamp_us not in (EARLIEST, LATEST) for entry in entries)

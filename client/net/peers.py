@@ -52,8 +52,7 @@ class Peers:
         """The members that are alive, with the transaction id of their joining."""
 
     def restart_wait(self) -> None:
-        """Restarts the wait after a reconnect: a restarted ZooKeeper server gives every session its full time-out
-        again."""
+        """Restarts the wait after a reconnect: a restarted ZooKeeper server renews the time-out of every session."""
         self._since = time.monotonic()
 
     async def unproven(self, plan: Plan, present: Mapping[str, Member]) -> Member | str | None:

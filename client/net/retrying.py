@@ -15,8 +15,7 @@ ROLLBACK_DELAY_S = 0.1
 
 
 class Rollback(Exception):
-    """Raised by a listener to receive the message again after `delay_s` seconds. It does not count as a failed
-    attempt."""
+    """Raised by a listener to receive the message again after `delay_s` seconds, without counting an attempt."""
 
     def __init__(self, delay_s: float = ROLLBACK_DELAY_S) -> None:
         check_seconds("delay_s", delay_s, optional=False)
@@ -36,8 +35,7 @@ class RetryPolicy:
         check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
 
     def pause_after(self, error: Exception, failed_attempts: int) -> float | None:
-        """Returns the seconds until the next attempt, or None to give up. `failed_attempts` includes this one, if it
-        counts."""
+        """Returns the seconds until the next attempt, or None to give up. `failed_attempts` includes a counted one."""
         if isinstance(error, Rollback):
             return error.delay_s
         if failed_attempts >= self.max_attempts:

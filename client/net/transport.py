@@ -42,8 +42,7 @@ wake-up costs as much as copying some ten thousand bytes."""
 
 
 def wake_after(sock: socket.socket, size: int) -> None:
-    """Makes the kernel wait for `size` bytes, or the end, before it wakes a reader. `size` bytes must be sure to
-    come."""
+    """Makes the kernel wait for `size` bytes, which must be sure to come, or the end, before it wakes a reader."""
     if sys.platform == "linux":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
@@ -92,8 +91,7 @@ def client_name() -> str:
 
 
 class BrokerConnection(asyncio.BufferedProtocol):
-    """An open connection. Not thread-safe: use it within its loop only. Cancelling a wait does not revoke the
-    request."""
+    """An open connection. Not thread-safe: for its loop only. Cancelling a wait does not revoke the request."""
 
     def __init__(self, address: str, loop: asyncio.AbstractEventLoop) -> None:
         self.address = address
@@ -258,8 +256,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
         self._transport.writelines(self._connection.push(header))
 
     def pause(self) -> None:
-        """Stops reading until resume(); new data stays with the sender. Data that was read already is still
-        delivered."""
+        """Stops reading until resume(): new data stays with the sender. Data that was read is still delivered."""
         if self._transport is not None and self.alive:
             self._transport.pause_reading()
 

@@ -117,8 +117,7 @@ class Database(ABC):
         return False
 
     async def begin(self) -> None:  # noqa: B027 - most drivers begin with the first statement
-        """Begins a transaction that commit() ends. Raises ConfigError during a transaction that commit() would not
-        end."""
+        """Begins a transaction that commit() ends. Raises ConfigError in a transaction that commit() would not end."""
 
     def check_transactional(self) -> None:
         """Raises ConfigError if each statement would be committed by itself, whatever commit() does."""
@@ -349,7 +348,7 @@ def blocking_database_of(connection: object, paramstyle: str | None, hint: str) 
     database = database_of(connection, paramstyle)
     if database.is_asyncio:
         kind = type(connection)
-        raise ConfigError(f"the connection is an asyncio one, of {kind.__module__}.{kind.__qualname__}", hint=hint)
+        raise ConfigError(f"the connection is one for asyncio, of {kind.__module__}.{kind.__qualname__}", hint=hint)
     return database
 
 

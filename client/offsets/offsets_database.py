@@ -191,8 +191,7 @@ class DatabaseOffsets:
         return generation, committed
 
     async def _run(self, operation: Callable[[Database], Coroutine[Any, Any, R]]) -> R:
-        """Runs an operation in a transaction of its own: in a worker thread, or in this loop for an asyncio
-        connection."""
+        """Runs an operation in its own transaction: in a worker thread, or in this loop for an asyncio connection."""
 
         def begin() -> R | _ForLoop:
             opened = self._connect()

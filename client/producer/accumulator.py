@@ -311,8 +311,7 @@ class Accumulator:
     def _wait_for_capacity(self, waiting_since: float | None) -> float:
         """Waits for capacity, and releases the lock meanwhile. Returns when the caller's wait began (time.monotonic).
 
-        Raises BufferFull after `_wait_s` seconds, or at once in the loop's thread, which frees the capacity. Raises the
-        error that closed the producer.
+        Raises BufferFull after `_wait_s` seconds, or at once in the loop's thread, which frees capacity; or `closed_by`.
         """
         now = time.monotonic()
         since = now if waiting_since is None else waiting_since
@@ -549,8 +548,7 @@ class Accumulator:
         return failed
 
     def forget(self, topic: str) -> list[OutgoingBatch]:
-        """Drops a topic's buffer, for example if the topic does not exist. Returns its batches for the caller to
-        fail."""
+        """Drops a topic's buffer, for example of a missing topic. Returns its batches for the caller to fail."""
         with self.lock:
             buffer = self.buffers.pop(topic, None)
             if buffer is None:

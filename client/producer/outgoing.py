@@ -25,8 +25,7 @@ from metamq.zk.names import partition_name
 R = TypeVar("R")
 
 MESSAGE_OVERHEAD_BYTES = 8
-"""Bytes that a message costs in a batch in addition to its data: its entry in the offsets, and space for a short
-key's."""
+"""Bytes of a message in a batch in addition to its data: its entry in the offsets, and space for a key's entry."""
 
 SLOW_CALLBACK_S = 0.1
 
@@ -50,8 +49,7 @@ class DeliveryOwner(Protocol):
         """Returns True in the thread of the producer's loop, which must not wait for a delivery."""
 
     def check_not_inside(self) -> None:
-        """Raises ConfigError in code that interrupts a `send` of this thread, as a signal handler does, and must not
-        wait."""
+        """Raises ConfigError in code that interrupts a `send` of this thread (a signal handler) and must not wait."""
 
 
 class OutgoingBatch:
@@ -177,8 +175,7 @@ class OutgoingBatch:
         return self.done or self.event.wait(timeout_s)
 
     def add_callback(self, callback: Callable[[OutgoingBatch], None]) -> None:
-        """Calls `callback(batch)` in the loop once the batch is done. Only in the loop, and only before the batch is
-        done."""
+        """Calls `callback(batch)` in the loop once the batch is done. Only for the loop, before the batch is done."""
         if self.callbacks is None:
             self.callbacks = []
         self.callbacks.append(callback)
@@ -228,8 +225,7 @@ def _warn_slow(callback: Callable[[Any], object], took_s: float) -> None:
 
 
 class _Waitable(Generic[R]):
-    """The common base of both kinds of deliveries. `_batches()` returns the batches to wait for; R is the result
-    type."""
+    """The common base of both kinds of deliveries. `_batches()` returns the batches to wait for; R is the result."""
 
     __slots__ = ("_producer",)
 
@@ -247,8 +243,7 @@ class _Waitable(Generic[R]):
         return all(batch.done for batch in self._batches())
 
     def exception(self, timeout: float | None = None) -> MetamqError | None:
-        """Returns the error, or None if all messages are stored. Blocks like `result`, and raises Timeout.
-        Thread-safe."""
+        """Returns the error, or None if all is stored. Blocks like `result`, and raises Timeout. Thread-safe."""
         self._wait(timeout)
         failed = [batch for batch in self._batches() if batch.error is not None]
         for batch in failed:
@@ -276,8 +271,7 @@ class _Waitable(Generic[R]):
                 raise Timeout(f"the delivery to {batch.name}", timeout or 0)
 
     def _last_pending(self) -> OutgoingBatch | None:
-        """Returns the batch to wait for. Batches are done about in order, so when this one is done, all are, or
-        soon."""
+        """Returns the batch to wait for. Batches are done about in order: when this one is done, all are, or soon."""
         return next((batch for batch in reversed(self._batches()) if not batch.done), None)
 
     def _check_may_block(self) -> None:

@@ -164,8 +164,8 @@ class PartitionQueue:
             batch.gapped = False
 
     def _renumber(self) -> None:
-        """Numbers the batches again. The first batch's predecessor was never stored, so no batch here can be, under the
-        old id."""
+        """Numbers the batches again: the first one's predecessor was never stored, so the old id can store none of
+        them."""
         self.waiting = deque(batch for batch in self.waiting if not batch.done)
         self._renew()
         for batch in self.waiting:

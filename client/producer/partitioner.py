@@ -34,8 +34,7 @@ class RoundRobin:
 
 
 def partitioner_named(choice: str | Partitioner) -> Partitioner:
-    """Returns the partitioner for a user's `partitioner=`: "key_hash", "round_robin" or a callable. Raises
-    ConfigError."""
+    """Returns the partitioner of a name ("key_hash", "round_robin") or a callable. Raises ConfigError."""
     if callable(choice):
         return choice
     if choice == "key_hash":

@@ -48,8 +48,7 @@ class ProducerOptions:
     """A producer's settings. The constructor validates them."""
 
     linger_ms: float = 0
-    """Milliseconds that a batch waits for more messages. With 0, batches still grow while earlier ones are in
-    flight."""
+    """Milliseconds that a batch waits for more messages. With 0, batches still grow while others are in flight."""
     batch_bytes: int = BATCH_TARGET_BYTES
     """The size in bytes at which a batch is closed."""
     buffer_bytes: int = 64 * 1024 * 1024
@@ -59,8 +58,7 @@ class ProducerOptions:
     compression: str | None = None
     """The codec: None, "lz4" or "zstd"."""
     partitioner: str | Partitioner = "key_hash"
-    """The choice of a partition: "key_hash", "round_robin", or a callable (topic, key, number of partitions) ->
-    index."""
+    """The choice of a partition: "key_hash", "round_robin", or a callable (topic, key, partition count) -> index."""
     delivery_timeout_s: float = 30.0
     """Seconds after which a message that is not acknowledged fails with DeliveryTimeout."""
     request_timeout_s: float = 10.0
@@ -148,8 +146,7 @@ class ProducerCore:
         return threading.get_ident() == self._thread
 
     def check_not_inside(self) -> None:
-        """Raises ConfigError in code that interrupts a `send` of this thread, as a signal handler does, and must not
-        wait."""
+        """Raises ConfigError in code that interrupts a `send` of this thread (a signal handler) and must not wait."""
         self.accumulator.check_not_inside()
 
     def in_loop(self, callback: Callable[..., object], *args: object) -> None:
@@ -176,8 +173,7 @@ class ProducerCore:
         self.sender.pump()
 
     def _begun_before_ns(self) -> int:
-        """Returns the time before which an open batch must have begun to be taken: its linger is over, or a caller
-        waits."""
+        """Returns the time before which a batch to take must have begun: its linger is over, or a caller waits."""
         now_ns = time.monotonic_ns() + 1
         if not self.options.linger_ms:
             return now_ns

@@ -265,8 +265,7 @@ class BrokerSender:
         self.pump()
 
     def _warn(self, now_s: float) -> None:
-        """Logs a broker that has failed for WARN_AFTER_S. Otherwise the first report would be the messages'
-        time-out."""
+        """Logs a broker that has failed for WARN_AFTER_S, long before the messages' time-out would report it."""
         if self.last_error is None or not self._ready:
             self._failing_since_s, self._warned = None, False
             return
@@ -431,8 +430,7 @@ class Sender:
         self._requeue(queue)
 
     async def _look(self, queue: PartitionQueue, error: MetamqError) -> None:
-        """Checks the topic in ZooKeeper, because the broker does not know it: the broker lags, or the topic was
-        deleted."""
+        """Checks in ZooKeeper why the broker does not know the topic: the broker lags, or the topic was deleted."""
         try:
             config = await self.cluster.topics.get_or_none(queue.topic)
         except MetamqError:

@@ -57,8 +57,7 @@ class TopicBuffer:
         """The open batches by number of the place."""
         self.sealed: deque[OutgoingBatch] = deque()
         self.unplaced: list[Callable[[int], OutgoingBatch | None]] = []
-        """Functions that place a message or a send_many, in batches begun at the given time. Each returns a failed
-        batch if it cannot."""
+        """Functions that place a message or a send_many, in batches begun at a time. Each may return a failed batch."""
         self.placeholder: OutgoingBatch | None = None
 
     def configure(self, config: TopicConfig, message_bytes_max: int) -> None:
@@ -69,8 +68,7 @@ class TopicBuffer:
         self.limit_bytes = min(message_bytes_max, config.max_message_bytes)
 
     def number_of(self, key: bytes | None, partition: str | None, partitioner: Partitioner) -> int | None:
-        """Returns the number of the place that a message must go to, or None for any. Raises PartitionNotFound,
-        ConfigError."""
+        """Returns the number of a message's place, or None for any. Raises PartitionNotFound, ConfigError."""
         if partition is not None:
             place = self.numbers.get(parse_partition(partition))
             if place is None:

@@ -139,7 +139,7 @@ class Sink:
     def fetched(self, request: FetchRequest, result: GetResult, data: memoryview) -> None:
         self.results.append(result)
 
-    def asked(self, requests: list[FetchRequest]) -> None:
+    def sent(self, requests: list[FetchRequest]) -> None:
         pass
 
     def fetch_failed(self, request: FetchRequest, error: MetamqError) -> None:

@@ -74,7 +74,7 @@ def commit_in(
     """As consumer.commit(connection=...), of a consumer that has just got the partition unless `state` says more."""
     state = state or PartitionState(request.claim.tp, request.claim, 0)
     database, position = database_of(connection, storage._paramstyle), {request.claim.tp: request.offset}
-    one = in_transaction.asked(state, request, position)
+    one = in_transaction.offset_write(state, request, position)
     counted = at_once(in_transaction.commit_in(storage, database, one))
     if counted is not None:
         raise OwnershipLost(*request.claim.tp, reason=f"counted up to {counted}")
