@@ -307,7 +307,7 @@ class OffsetDiverged(OffsetOutOfRange):
     """
 
     def __init__(self, what: str, offset: int, start: int, end: int, agreed: int, epoch: int) -> None:
-        reason = f"a promotion with an accepted loss discarded what was read from {agreed} on"
+        reason = f"what was read from {agreed} on was given up by a promotion with an accepted loss"
         super().__init__(what, offset, start, end, reason)
         self.hint = "Seek to the offset to continue at, or choose `on_data_loss='earliest'|'latest'`."
         self.agreed = agreed

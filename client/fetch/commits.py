@@ -33,8 +33,8 @@ class OffsetCommits:
             await asyncio.sleep(interval_ms / 1000)
             try:
                 refused = await self.commit(self.due())
-            except MetamqError as trouble:
-                log.warning("nothing can be committed at present: %s", trouble)
+            except MetamqError as failure:
+                log.warning("nothing can be committed at present: %s", failure)
                 continue
             for tp, error in refused.items():
                 if isinstance(error, OwnershipLost):

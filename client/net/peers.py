@@ -65,11 +65,13 @@ class Peers:
         if myself is None:
             return self._id
         others = sharers(self._id, self._topics, plan)
-        asked = [other for other in others if other not in present or self._known.get(other) != present[other].joined]
-        paths = [self._session.paths.member(self._group, other) for other in asked]
+        to_check = [
+            other for other in others if other not in present or self._known.get(other) != present[other].joined
+        ]
+        paths = [self._session.paths.member(self._group, other) for other in to_check]
         stats = await asyncio.gather(*map(self._session.exists, paths))
         waited_s = time.monotonic() - self._since
-        for other, stat in zip(asked, stats, strict=True):
+        for other, stat in zip(to_check, stats, strict=True):
             if stat is None or other not in present:
                 return other
             if not lives(myself.joined, stat.mzxid, waited_s, present[other].session_timeout_ms):

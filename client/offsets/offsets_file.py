@@ -26,7 +26,7 @@ from metamq.zk.partitions import TopicPartition
 
 
 class FileOffsets:
-    """Offsets per group, topic and partition in the file `path`, which is created if it is missing.
+    """Offsets per group, topic and partition in the file `path`, which is created if missing. For one consumer.
 
     Raises ConfigError if another process uses the file, and CorruptData if it is not an offset file.
     """

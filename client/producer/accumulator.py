@@ -311,7 +311,7 @@ class Accumulator:
     def _wait_for_capacity(self, waiting_since: float | None) -> float:
         """Waits for capacity, and releases the lock meanwhile. Returns when the caller's wait began (time.monotonic).
 
-        Raises BufferFull after `_wait_s` seconds, or at once in the loop's thread, which frees capacity; or `closed_by`.
+        Raises `closed_by`, or BufferFull after `_wait_s` seconds; at once in the loop's thread, which frees capacity.
         """
         now = time.monotonic()
         since = now if waiting_since is None else waiting_since
