@@ -73,7 +73,7 @@ class Lack(NamedTuple):
 class Holdings:
     """The holdings of one member. `changed` requests another `follow`; `failed` too, later, after a background error.
 
-    Only one `follow`, `give_up` or `drop_all` runs at a time. The other methods may be called meanwhile, in the same
+    Only one `follow` or `drop_all` runs at a time. The other methods may be called meanwhile, in the same
     loop.
     """
 
