@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from metamq.broker.data.partition import Partition
-from metamq.broker.front_door.fetch_session import ServingRole, parted
+from metamq.broker.data.topics import Topics
+from metamq.broker.front_door.fetch_session import parted
+from metamq.broker.front_door.serving_role import ReplicaReadRole
 from metamq.broker.front_door.slices import SlicedWork, Slices
 from metamq.broker.log import Search
-from metamq.errors import Fenced, MetamqError, Timeout
+from metamq.errors import MetamqError, Timeout
 from metamq.wire import status
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult, unpack_list
 from metamq.wire.connection import Request
@@ -31,21 +33,16 @@ EPOCHS_TOLD_MAX = 16
 SEARCH_S_MAX = 2.0
 
 
-class ReplicaStatus(ServingRole, Protocol):
-    """What this replica is at present, and what it says while it is not the master."""
-
-    not_master: Fenced
-
-    def reported(self, entry: OffsetsEntry) -> None:
-        """A reader says that a batch came damaged. Raises what finding the partition raises."""
-
-
 class LookUps:
     """Answers OFFSETS. Used by the broker's loop only."""
 
-    def __init__(self, find: Callable[[str, str, int], Partition], replica: ReplicaStatus, slices: Slices) -> None:
-        self._find = find
-        self._replica = replica
+    def __init__(
+        self, topics: Topics, role: ReplicaReadRole, report: Callable[[Partition, int], None], slices: Slices
+    ) -> None:
+        """`report` is called with each batch that came damaged to a reader or a slave, and with its offset."""
+        self._topics = topics
+        self._role = role
+        self._report = report
         self._slices = slices
 
     def offsets(self, request: Request, connection: BrokerProtocol) -> None:
@@ -69,15 +66,17 @@ class LookUps:
             connection.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
 
     def _look_up(self, entry: OffsetsEntry, work: SlicedWork) -> Generator[None, None, OffsetsResult]:
-        replica = self._replica
+        role = self._role
         try:
-            if entry.damaged >= 0:
-                replica.reported(entry)
-            partition = self._find(entry.topic, entry.topic_id, entry.partition)
+            if entry.damaged >= 0:  # also in the broker's own topics, which a slave copies
+                self._report(self._topics.find(entry.topic, entry.topic_id, entry.partition), entry.damaged)
+            partition = role.find(entry.topic, entry.topic_id, entry.partition)
             if entry.offset >= 0:  # who goes on from there wants the last word
-                _is_sure, error = parted(partition, entry.offset, entry.epoch, replica)
-                if not replica.is_master or error is not None:
-                    raise error or replica.not_master.with_traceback(None)
+                _is_sure, error = parted(partition, entry.offset, entry.epoch, role)
+                if error is not None:
+                    raise error
+                if not role.is_master:
+                    raise role.not_master()
             log_ = partition.log
             found = None
             if entry.timestamp_us not in (EARLIEST, LATEST):

@@ -21,22 +21,26 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from metamq.broker.front_door.admission import Admission, ConnectionFate
 from metamq.broker.front_door.answer_memory import AnswerMemory
+from metamq.broker.front_door.counters import Counters
 from metamq.broker.front_door.fetch_session import FetchSession
 from metamq.broker.front_door.processors import Processors
 from metamq.broker.front_door.request_memory import RequestMemory
-from metamq.broker.front_door.slices import SlicedWork
+from metamq.broker.front_door.serving_role import ReplicaReadRole
+from metamq.broker.front_door.slices import SlicedWork, Slices
 from metamq.broker.ha.connection import HAConnection
 from metamq.broker.ha.service import HAService
 from metamq.broker.log.disk.files import descriptors_max
+from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import status, sync
 from metamq.wire.addresses import are_near
-from metamq.wire.commands import Command, GetResult
+from metamq.wire.commands import Command, GetResult, HelloReply
 from metamq.wire.connection import AT_WORK, PUSHED, ConnectionState, Greeted, Request, ServerConnection
 from metamq.wire.frames import Buffer, Packed
 
@@ -63,25 +67,38 @@ class Timeouts(NamedTuple):
     """From their HELLO on, if they never ask for anything. 0 is for ever."""
 
 
+@dataclass(frozen=True, slots=True)
+class FrontDoor:
+    """The parts that all connections of a broker share."""
+
+    processors: Processors
+    read_role: ReplicaReadRole
+    transactions: TransactionalCommandProcessor
+    counters: Counters
+    slices: Slices
+    admission: Admission
+    requests: RequestMemory
+    answers: AnswerMemory
+    timeouts: Timeouts
+    greeting: Callable[[], HelloReply]
+    """Returns the answer to HELLO."""
+    connections: set[BrokerProtocol] = field(default_factory=set)
+
+
 class BrokerProtocol(asyncio.BufferedProtocol):
     """One connection. Made by the server for each that is accepted."""
 
-    def __init__(
-        self,
-        processors: Processors,
-        memory: RequestMemory,
-        connections: set[BrokerProtocol],
-        loop: asyncio.AbstractEventLoop,
-        admission: Admission,
-        answers: AnswerMemory,
-        timeouts: Timeouts,
-    ) -> None:
-        self._admission = admission
-        self._answers = answers
-        self._timeouts = timeouts
-        self._processors = processors
-        self._memory = memory
-        self._connections = connections
+    def __init__(self, door: FrontDoor, loop: asyncio.AbstractEventLoop) -> None:
+        self._admission = door.admission
+        self._answers = door.answers
+        self._timeouts = door.timeouts
+        self._processors = door.processors
+        self._slices = door.slices
+        self._counters = door.counters
+        self._transactions = door.transactions
+        self._memory = door.requests
+        self._connections = door.connections
+        self._greeting = door.greeting
         self._loop = loop
         self._writable = True
         self._reading_paused = False
@@ -120,9 +137,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._link: tuple[HAConnection, HAService] | None = None
         """Set once the peer is a slave: the connection is a stream then, and its acknowledgements wait for nothing."""
-        self.fetches = FetchSession(
-            processors.find, processors, self._answer_get, lambda: self._writable, loop, answers.room
-        )
+        role = door.read_role
+        self.fetches = FetchSession(role.find, role, self._answer_get, lambda: self._writable, loop, door.answers.room)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
@@ -131,7 +147,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         self.fetches.is_near = are_near(peer, transport.get_extra_info("sockname"))
-        self._connection = ServerConnection(self.peer, self._processors.greeting(), self._memory.rooms.take)
+        self._connection = ServerConnection(self.peer, self._greeting(), self._memory.rooms.take)
         self._connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
         self._address = str(peer[0]) if isinstance(peer, tuple) else ""
@@ -208,12 +224,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _work(self) -> None:
         """Begins the requests that came in, as long as their answers find room."""
-        while (
-            self._waiting
-            and self._unpacking is None
-            and self._writable
-            and self._processors.slices.of(self) < SLICED_MAX
-        ):
+        while self._waiting and self._unpacking is None and self._writable and self._slices.of(self) < SLICED_MAX:
             request = self._waiting.popleft()
             if isinstance(request.header, Packed):
                 self._unpack_later(request)
@@ -231,7 +242,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._unpacking = request
         work = SlicedWork()
         work.steps = self._unpack(request)
-        self._processors.slices.add(self, work)
+        self._slices.add(self, work)
 
     def _unpack(self, request: Request) -> Generator[None, None, None]:
         self._unpacking = None
@@ -303,7 +314,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _answer_get(self, request: Request, results: list[GetResult], bodies: list[Buffer]) -> None:
         self._done(request)
-        self._processors.counters.fetched(results)
+        self._counters.fetched(results)
         self._write(self._connection.respond(request, results, bodies))
 
     def _done(self, request: Request) -> None:
@@ -441,8 +452,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._connection.close()  # not with the garbage: this object is in a cycle, and half a frame may be large
         self.fetches.close()
         self._connections.discard(self)
-        self._processors.slices.drop(self)
-        self._processors.transactions.connection_lost(self)
+        self._slices.drop(self)
+        self._transactions.connection_lost(self)
         if self._link is not None:
             link, service = self._link
             service.closed_by_slave(link, str(exc) if exc else "it closed the connection")

@@ -5,8 +5,8 @@
     any  ──▶ WAITING   as SLAVE, without a master to link to
 
 Everything that may change a role ends in `settle()`, one at a time: a watch on the state or on the master's node, a
-lost session, a promotion. It reads what stands in ZooKeeper and asks metamq.broker.ha.role.cast what that means. So a
-missed or doubled event does no harm.
+lost session, a promotion. It reads what stands in ZooKeeper and asks metamq.broker.ha.decide_role what that means. So a
+missed or doubled event does no harm. Nobody else exchanges the role (metamq.broker.ha.role).
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from metamq.broker.data.data_folder import DataFolder
 from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.partition import BatchIds, Partition
 from metamq.broker.data.topics import Topics
-from metamq.broker.front_door.processors import Processors
 from metamq.broker.ha.client import HAClient
+from metamq.broker.ha.decide_role import RoleDecision, RoleKind, decide_role
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.ha.insync import Change
-from metamq.broker.ha.role import Role, cast
+from metamq.broker.ha.role import BetweenRoles, MasterRole, ReplicaStatus, Role, SlaveRole, WaitingRole
 from metamq.broker.ha.service import TICK_S, HAService, HASettings
 from metamq.broker.log.disk.files import SHORTAGES
+from metamq.broker.transactions.processor import TransactionalCommandProcessor
+from metamq.broker.transactions.term import TransactionTerm
 from metamq.broker.trouble import Trouble
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout
 from metamq.zk.cluster.brokers import (
@@ -70,25 +72,22 @@ class RoleKeeper:
         topics: Topics,
         flusher: Flusher,
         ids: BatchIds,
-        processors: Processors,
+        status: ReplicaStatus,
+        transactions: TransactionalCommandProcessor,
         registration: Callable[[], Registration],
         *,
         check: Callable[[], Awaitable[None]],
         failed: Callable[[MetamqError], None],
     ) -> None:
         """`check` is called in each new session, before anything is registered: whether it is the right ZooKeeper."""
-        self.role = Role.STARTING
-        self.reason = ""
-        self.epoch = 0
-        self.ha: HAService | None = None
-        self.client: HAClient | None = None
         self._config = config
         self._folder = folder
         self._session = session
         self._topics = topics
         self._flusher = flusher
         self._ids = ids
-        self._processors = processors
+        self._status = status
+        self._transactions = transactions
         self._register_as = registration
         self._check = check
         self._failed = failed
@@ -105,7 +104,7 @@ class RoleKeeper:
         self._mastership: Mastership | None = None
         self._state: BrokerState | None = None
         """As this slave saw it last."""
-        self._offered: tuple[int, Role, dict[str, int]] | None = None
+        self._offered: tuple[int, RoleKind, dict[str, int]] | None = None
         self._following: asyncio.Task[None] | None = None
         self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
         topics.opened = self._opened
@@ -145,9 +144,10 @@ class RoleKeeper:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK_S)
-            if self.ha is not None:
-                self.ha.tick(loop.time())
-            self._processors.transactions.tick(time.monotonic())
+            role = self._status.role
+            if isinstance(role, MasterRole):
+                role.service.tick(loop.time())
+            self._transactions.tick(time.monotonic())
 
     def look_again(self) -> None:
         """Something may have changed."""
@@ -165,20 +165,23 @@ class RoleKeeper:
             self._has_others = self._has_others or others or await had_slaves(self._session, registration.broker_id)
             if state is not None and registration.member in state.insync:
                 self._folder.has_caught_up()
-            part = cast(stored, registration, claims, learner=self._config.learner, playing=self.role, epoch=self.epoch)
-            if part.role is not Role.MASTER:
+            role = self._status.role
+            decision = decide_role(
+                stored, registration, claims, learner=self._config.learner, current=role.kind, epoch=role.epoch
+            )
+            if decision.kind is not RoleKind.MASTER:
                 self._state = state
-                await self._be_slave(part.role, part.reason)
+                await self._be_slave(decision)
             elif stored is not None and self._taken == (self._to_register(), stored[0].epoch):
                 await self._begin_term(Mastership(registration.broker_id, *stored), self._to_register())
-            elif self.role is Role.MASTER and state is not None and state.epoch != self.epoch:
-                self._lose_term(state)
+            elif role.kind is RoleKind.MASTER and state is not None and state.epoch != role.epoch:
+                self._lose_epoch(state)
                 await self._be_master(claims)
-            elif self.role is not Role.MASTER or self._registered != self._to_register():
+            elif role.kind is not RoleKind.MASTER or self._registered != self._to_register():
                 await self._be_master(claims)
-            elif self.ha is not None and stored is not None:
+            elif isinstance(role, MasterRole) and stored is not None:
                 self._hold(*stored)
-                self.ha.state_read(*stored)
+                role.service.state_read(*stored)
 
     async def _read_all(self) -> tuple[StateAt | None, list[KnownState]]:
         """The state, and what the slaves that are registered know of it: never more than it says, or it was taken back.
@@ -201,12 +204,30 @@ class RoleKeeper:
 
     # -- the roles ----------------------------------------------------------------------------------------------------
 
-    def _lose_term(self, state: BrokerState) -> None:
+    def _exchange(self, role: Role, refusal: Fenced) -> Role:
+        """The one place where the role changes: ends the former one's work, and returns the former role."""
+        former = self._status.exchange(role)
+        if isinstance(former, MasterRole):
+            if isinstance(former.transactions, TransactionTerm):
+                self._transactions.end_term(former.transactions, refusal)
+            former.service.close(refusal.reason)
+            unknown = refusal.with_unknown_outcome()
+            for partition in self._topics.partitions():
+                partition.fail_waiting(unknown)
+                partition.freeze()
+        return former
+
+    def _leave_role(self, refusal: Fenced) -> Role:
+        """Ends the work of the role, which keeps its kind; returns the former role."""
+        role = self._status.role
+        return self._exchange(BetweenRoles(role.kind, role.epoch, role.reason, refusal), refusal)
+
+    def _lose_epoch(self, state: BrokerState) -> None:
         """Another one has begun in this replica's name. At once: the process that did may live, and is waited for."""
-        self.role, self.reason = Role.WAITING, f"epoch {state.epoch} has begun"
-        log.warning("%s: %s", self._what, self.reason)
-        self._processors.not_master = Fenced(self._what, self.reason)
-        self._end_term(self.reason)
+        refusal = Fenced(self._what, f"epoch {state.epoch} has begun")
+        log.warning("%s: %s", self._what, refusal.reason)
+        epoch = self._status.role.epoch
+        self._exchange(BetweenRoles(RoleKind.WAITING, epoch, refusal.reason, refusal), refusal)
 
     async def _be_master(self, claims: list[KnownState]) -> None:
         registered = self._to_register()
@@ -224,13 +245,14 @@ class RoleKeeper:
 
         Raises SHORTAGES: settle() then begins the same term again. Each retry would use up an epoch otherwise.
         """
-        self._end_term("a new term begins")
+        refusal = Fenced(self._what, "a new term begins")
+        former = self._leave_role(refusal)
         self._registered = -1, -1  # until all of it is done
         self._taken = registered, mastership.epoch
-        await self._stop_following()
+        await self._stop_following(former)
         self._folder.know_epoch(mastership.epoch, mastership.version)  # before anything is written under it
         self._folder.has_caught_up()  # whatever it lacks was accepted
-        self.role, self.epoch, self.reason = Role.MASTER, mastership.epoch, ""
+        self._exchange(BetweenRoles(RoleKind.MASTER, mastership.epoch, "", refusal), refusal)
         await self._lease.begin_again()  # that of this term: it may have taken long to get here
         if self._ids.epoch != mastership.epoch:
             self._ids.start_epoch(mastership.epoch)
@@ -246,90 +268,80 @@ class RoleKeeper:
         )
         self._folder.follow_generation(state.generation)
         # What a former master had committed is in the partitions before anybody reads them, or copies them.
-        await self._processors.transactions.begin_term(mastership.epoch, state.generation)
-        self.ha = HAService(
+        transactions = await self._transactions.begin_term(mastership.epoch, state.generation)
+        service = HAService(
             settings,
             self._topics,
             (state, mastership.version),
             change=self._change,
             read=self._read,
             deposed=self.look_again,
-            refuse_writes=self._refuse_writes,
             failed=self._log_failed,
         )
         self._taken = None  # from here on clients may have been answered in this term
-        self._processors.ha = self.ha
-        self._processors.transfer = GroupTransferService(registration.broker_id, self.ha, self._may_believe)
-        self._refuse_writes(None)
-        log.info("%s is the master, epoch %d", self._what, self.epoch)
+        transfer = GroupTransferService(registration.broker_id, service, self._may_believe)
+        self._exchange(MasterRole(mastership.epoch, service, transfer, transactions), refusal)
+        log.info("%s is the master, epoch %d", self._what, mastership.epoch)
         self._mastership = mastership
         await self._offer()
         self._registered = registered
 
-    def _end_term(self, reason: str) -> None:
-        """What this replica did as a master, it does no more."""
-        ha, self.ha = self.ha, None
-        self._processors.ha = self._processors.transfer = None
-        self._processors.transactions.end_term(Fenced(self._what, reason))
-        if ha is not None:
-            ha.close(reason)
-            unknown = Fenced(self._what, reason).with_unknown_outcome()
-            for partition in self._topics.partitions():
-                partition.fail_waiting(unknown)
-                partition.freeze()
-
-    async def _be_slave(self, role: Role, reason: str) -> None:
-        if self.role is not role or self.reason != reason:
-            log.log(logging.WARNING if role is Role.WAITING else logging.INFO, "%s: %s", self._what, reason)
-        self._processors.not_master = Fenced(self._what, reason)
-        self._end_term(reason)
-        self._refuse_writes(None)  # those to a master: a slave refuses them by being one
-        self.role, self.reason = role, reason
-        if self.client is None:
+    async def _be_slave(self, decision: RoleDecision) -> None:
+        role, reason = self._status.role, decision.reason
+        if role.kind is not decision.kind or role.reason != reason:
+            level = logging.WARNING if decision.kind is RoleKind.WAITING else logging.INFO
+            log.log(level, "%s: %s", self._what, reason)
+        link = role.link if isinstance(role, SlaveRole | WaitingRole) else None
+        client = link or self._new_client()
+        refusal = Fenced(self._what, reason)
+        linked = SlaveRole if decision.kind is RoleKind.SLAVE else WaitingRole
+        self._exchange(linked(role.epoch, reason, refusal, client), refusal)
+        if link is None:
             for partition in self._topics.partitions():
                 partition.freeze()  # later on, each link does: what its master has said once, it does not say again
-            self.client = HAClient(
-                self._register_as,
-                self._topics,
-                self._flusher,
-                learner=self._config.learner,
-                generation=lambda: self._folder.generation,
-                known_epoch=lambda: self._folder.epoch,
-                begun=self._folder.know_epoch,
-                followed=self._folder.follow_generation,
-                full=lambda: self._processors.disk_full,
-                readable_changed=self.look_again,
-                failed=self._failed,
-            )
-            self._following = asyncio.ensure_future(self.client.run())
+            self._following = asyncio.ensure_future(client.run())
         what = self._session, self._registration.broker_id
         master = await self._master_watch.leave(partial(master_of, *what))
-        if role is not Role.SLAVE:
+        if decision.kind is not RoleKind.SLAVE:
             master = None
         if master is not None and self._topics.damage():  # else the damaged log may be the best that there is
-            self.client.follow(None)  # what was acknowledged on this link is not all here any more
+            client.follow(None)  # what was acknowledged on this link is not all here any more
             await self._topics.set_damaged_aside()
         self._folder.incarnation_known()
         registered = self._to_register()
         await register_slave(self._session, self._registration)
         await self._offer()
-        if not (master is None and role is Role.SLAVE and self._is_linked_to_master()):
-            self.client.follow(master)
+        if not (master is None and decision.kind is RoleKind.SLAVE and self._is_linked_to_master(client)):
+            client.follow(master)
         self._registered = registered
 
-    def _is_linked_to_master(self) -> bool:
+    def _new_client(self) -> HAClient:
+        return HAClient(
+            self._register_as,
+            self._topics,
+            self._flusher,
+            learner=self._config.learner,
+            generation=lambda: self._folder.generation,
+            known_epoch=lambda: self._folder.epoch,
+            begun=self._folder.know_epoch,
+            followed=self._folder.follow_generation,
+            full=lambda: self._status.disk_full,
+            readable_changed=self.look_again,
+            failed=self._failed,
+        )
+
+    def _is_linked_to_master(self, client: HAClient) -> bool:
         """Whether the link is to who is the master by the state: it may be so without being registered, when it is cut
         off from ZooKeeper alone. It then goes on with its slaves, and can still hand over to one."""
-        client, state = self.client, self._state
-        if client is None or client.master is None or not client.linked:
+        state = self._state
+        if client.master is None or not client.linked:
             return False
         return state is not None and client.master.replica == state.master
 
-    async def _stop_following(self) -> None:
-        client, self.client = self.client, None
+    async def _stop_following(self, former: Role) -> None:
         task, self._following = self._following, None
-        if client is not None and task is not None:
-            client.follow(None)
+        if isinstance(former, SlaveRole | WaitingRole) and task is not None:
+            former.link.follow(None)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -340,13 +352,14 @@ class RoleKeeper:
 
     async def _offer(self) -> None:
         broker_id, replica, counts = self._registration.broker_id, self._registration.replica, self._topics.counts()
-        if self.client is not None:
-            readable = Counter(partition.topic for partition in self.client.readable)
+        role = self._status.role
+        if isinstance(role, SlaveRole | WaitingRole):
+            readable = Counter(partition.topic for partition in role.link.readable)
             counts = {topic: number for topic, number in counts.items() if readable[topic] >= number}
-        offered = self._session.generation, self.role, counts
+        offered = self._session.generation, role.kind, counts
         if offered == self._offered:
             return
-        if self.role is Role.MASTER and self._mastership is not None:
+        if role.kind is RoleKind.MASTER and self._mastership is not None:
             await register_slave_topics(self._session, broker_id, replica, {})
             try:
                 await register_topics(self._session, self._mastership, counts)
@@ -368,7 +381,7 @@ class RoleKeeper:
         """
         async with self._settling:
             registration = self._registration
-            if self.role is Role.MASTER:
+            if self._status.role.kind is RoleKind.MASTER:
                 raise Fenced(self._what, "it is the master already")
             stored, claims = await self._read_all()
             if stored is None:
@@ -405,9 +418,10 @@ class RoleKeeper:
         a living master refuses with, ConnectError when ZooKeeper is away.
         """
         for _ in range(2):
-            client = self.client
-            if client is None:
+            role = self._status.role
+            if not isinstance(role, SlaveRole | WaitingRole):
                 return False
+            client = role.link
             if not client.linked:
                 master = await master_of(self._session, self._registration.broker_id)
                 if master is None or master.replica != state.master:
@@ -436,18 +450,15 @@ class RoleKeeper:
     async def _is_my_term(self) -> bool:
         """Whether the state is that of a master's own term, and not an older one. That its session lives does not say
         so: a promotion does not wait for the end of that."""
-        epoch, version = self.epoch, self._folder.state_version
-        if self.role is not Role.MASTER:
+        role, version = self._status.role, self._folder.state_version
+        if role.kind is not RoleKind.MASTER:
             return True
         with contextlib.suppress(CorruptData):
             stored = await read_state(self._session, self._registration.broker_id)
-            if stored is not None and stored[0].epoch == epoch and stored[1] >= version:
+            if stored is not None and stored[0].epoch == role.epoch and stored[1] >= version:
                 return True
         self.look_again()
         return False
-
-    def _refuse_writes(self, error: Fenced | None) -> None:
-        self._processors.fenced = error
 
     async def _change(self, change: Change) -> int | None:
         held = self._mastership
@@ -470,7 +481,7 @@ class RoleKeeper:
 
     def _hold(self, state: BrokerState, version: int) -> None:
         """The term as it stands in ZooKeeper, if it is this one's still."""
-        if state.epoch == self.epoch and version >= self._folder.state_version:
+        if state.epoch == self._status.role.epoch and version >= self._folder.state_version:
             self._know(Mastership(self._registration.broker_id, state, version))
 
     def _know(self, held: Mastership) -> None:
@@ -492,86 +503,68 @@ class RoleKeeper:
             self._failed(error)
 
     def _opened(self, partition: Partition) -> None:
-        if self.ha is not None:
-            self.ha.opened(partition)
-        elif self.client is not None:
+        role = self._status.role
+        if isinstance(role, MasterRole):
+            role.service.opened(partition)
+        elif isinstance(role, SlaveRole | WaitingRole):
             partition.freeze()
-            self.client.opened(partition)
+            role.link.opened(partition)
 
     def _damaged(self) -> None:
-        if self.ha is not None:
-            self.ha.damaged()
+        role = self._status.role
+        if isinstance(role, MasterRole):
+            role.service.damaged()
         self.look_again()
 
     def _closing(self, partition: Partition) -> None:
-        if self.ha is not None:
-            self.ha.closed_partition(partition)
-        elif self.client is not None:
-            self.client.closed(partition)
+        role = self._status.role
+        if isinstance(role, MasterRole):
+            role.service.closed_partition(partition)
+        elif isinstance(role, SlaveRole | WaitingRole):
+            role.link.closed(partition)
 
     def _flush_changed(self, partition: Partition) -> None:
-        if self.ha is not None:
-            self.ha.flush_changed(partition)
-        elif self.client is not None and partition.flushes_before_ack:
-            self.client.flushes_now(partition)
-
-    @property
-    def followed_epoch(self) -> int:
-        """The term of the master that this replica is, or follows."""
-        return max(self.epoch, self.client.epoch) if self.client is not None else self.epoch
-
-    def preferred_replica(self, partition: Partition, position: int) -> int:
-        """The replica that a reader at this byte of a partition had better ask next, -1: this one.
-
-        What is far behind the end is not in the page cache any more: a slave's disk will do as well. Half of the way
-        lies between going there and coming back, so that no reader goes to and fro.
-        """
-        far_bytes = self._config.far_behind_bytes
-        behind_bytes = partition.log.stable_position - position
-        if self.ha is not None:
-            is_far = 0 < far_bytes < behind_bytes
-            return self.ha.slave_beyond(partition, position + far_bytes // 2) if is_far else -1
-        master = self.client.master if self.client is not None else None
-        return master.replica if master is not None and behind_bytes <= far_bytes // 2 else -1
+        role = self._status.role
+        if isinstance(role, MasterRole):
+            role.service.flush_changed(partition)
+        elif isinstance(role, SlaveRole | WaitingRole) and partition.flushes_before_ack:
+            role.link.flushes_now(partition)
 
     def readiness(self) -> str:
         """Why clients are not served as they should be; empty when they are."""
         if self._registered[0] != self._session.generation:
             return "not registered in ZooKeeper"
-        if self.role is Role.WAITING:
-            return self.reason
-        if self.client is not None and not self.client.linked:
+        role = self._status.role
+        if role.kind is RoleKind.WAITING:
+            return role.reason
+        if isinstance(role, SlaveRole) and not role.link.linked:
             return "not linked to its master"
         over_s = self._lease.over_s()
         if over_s is None:
             return ""
-        refuses = self.role is Role.MASTER and not self._may_believe()
+        refuses = role.kind is RoleKind.MASTER and not self._may_believe()
         means = "writes are refused" if refuses else "whether this replica is registered is not known"
         return f"ZooKeeper does not answer, and the lease ended {over_s:.0f} s ago: {means}"
 
     def say_goodbye(self) -> None:
         """The broker is going to end."""
-        if self.client is not None:
-            self.client.say_goodbye()
+        role = self._status.role
+        if isinstance(role, SlaveRole | WaitingRole):
+            role.link.say_goodbye()
 
     async def close(self) -> None:
         """The broker ends."""
-        self._end_term("it is stopping")
-        await self._stop_following()
+        await self._stop_following(self._leave_role(Fenced(self._what, "it is stopping")))
         await self._lease.close()
 
     def statistics(self) -> dict[str, Any]:
         """For `ha status`, STATS and metrics. Any thread."""
-        found: dict[str, Any] = {
+        role = self._status.role
+        return {
             "replica": self._registration.replica,
-            "role": self.role.value,
-            "reason": self.reason,
-            "epoch": self.followed_epoch,
+            "role": role.kind.value,
+            "reason": role.reason,
+            "epoch": role.followed_epoch,
             "known_epoch": self._folder.epoch,
+            **role.statistics(),
         }
-        if self.ha is not None:
-            found |= self.ha.statistics()
-        elif self.client is not None:
-            found["link"] = self.client.state.value
-            found["received_bytes"] = self.client.received_bytes
-        return found

@@ -1,70 +1,195 @@
-"""Which role a replica plays, decided from what stands in ZooKeeper. Pure: no I/O.
+"""The role of a replica: one frozen object, exchanged as a whole by RoleKeeper.
 
-    state node                            this replica is                          role
-    older than what a replica knows       any                                      WAITING for a person: ZooKeeper was
-                                                                                   taken back
-    none yet                              replica 0                                MASTER, of epoch 1
-    none yet                              any other, or a learner                  WAITING for a first master
-    names this replica as master          in the in-sync set, or alone             MASTER, of the next epoch
-    names this replica as master          back as a new incarnation while others   WAITING for one of them to be
-                                          are in sync                              promoted: it may lack what they hold
-    names this replica as master          back with an empty folder, or an older   WAITING for a person
-                                          copy of it, while nobody is in sync
-    names another replica as master       any                                      SLAVE of it
+    class          kind          has                                  a PUT, TX or JOIN is      readers get
+    BetweenRoles   see below     nothing                              refused with `refusal`    what is stable here
+    MasterRole     MASTER        service, transfer, transactions      taken                     the last word
+    SlaveRole      SLAVE         link to the master                   refused with `refusal`    what the master says is
+                                                                                                stable
+    WaitingRole    WAITING       link that follows no master          refused with `refusal`    what is stable here
 
-A role is played for an epoch. A master that finds a higher epoch in the state node is deposed at once, whoever it is.
+BetweenRoles has the kind that the replica reports in the meantime:
+
+    kind                 the replica
+    STARTING             has had no role since its start
+    WAITING              has lost its epoch: another one has begun in its name
+    the former kind      has a new epoch in ZooKeeper, stops its former work, and notes the epoch on disk
+    MASTER               has noted the epoch, and begins it: commits of the former master go into their partitions
+
+Invariants:
+
+- A replica has at most one HAService and at most one HAClient, never both. The role has it, and only the role.
+- The service, the transfer and the transactions of a MasterRole belong to its epoch. They appear together, when all of
+  them have begun, and disappear together.
+- The exchange comes first, the end of the former role's work second, in the same turn of the loop. So all code that
+  this end calls finds the new role.
+- `epoch` is the newest epoch in which this replica was the master. It never goes down.
+
+A reader takes `ReplicaStatus.role` once and works with that object. After an `await` it takes the role again.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from metamq.errors import Fenced
-from metamq.zk.cluster.brokers import Registration, StateAt, known, next_term
-from metamq.zk.cluster.epochs import KnownState, taken_back
-
-
-class Role(enum.Enum):
-    """What a replica does at present."""
-
-    STARTING = "starting"
-    MASTER = "master"
-    SLAVE = "slave"
-    WAITING = "waiting"
+from metamq.broker.data.partition import Partition
+from metamq.broker.ha.client import HAClient
+from metamq.broker.ha.decide_role import RoleKind
+from metamq.broker.ha.group_transfer import GroupTransferService
+from metamq.broker.ha.service import HAService
+from metamq.broker.transactions.term import TransactionTerm
+from metamq.errors import DiskFull, Fenced, MetamqError
 
 
-class Cast(NamedTuple):
-    """A role, and why, for people."""
+@dataclass(frozen=True, slots=True)
+class BetweenRoles:
+    """The state before the first role, and between two roles."""
 
-    role: Role
+    kind: RoleKind
+    epoch: int
     reason: str
+    """The reason of `kind`, for people."""
+    refusal: Fenced
+    """The answer to requests that only a master serves."""
+
+    @property
+    def followed_epoch(self) -> int:
+        """The epoch of the logs here."""
+        return self.epoch
+
+    def preferred_replica(self, partition: Partition, position: int, far_bytes: int) -> int:
+        """See MasterRole.preferred_replica."""
+        return -1
+
+    def statistics(self) -> dict[str, Any]:
+        """The figures of this role alone. Any thread."""
+        return {}
 
 
-def cast(
-    stored: StateAt | None,
-    registration: Registration,
-    claims: Sequence[KnownState] = (),
-    *,
-    learner: bool,
-    playing: Role,
-    epoch: int,
-) -> Cast:
-    """The role that a replica is to play, now that it plays `playing` under `epoch`. `claims`: what others know."""
-    if reason := taken_back(known(stored), [registration.claim, *claims]):
-        return Cast(Role.WAITING, reason)
-    if stored is None:
-        if registration.replica == 0 and not learner:
-            return Cast(Role.MASTER, "the broker id has no master yet")
-        return Cast(Role.WAITING, "the broker id has had no master yet: start replica 0")
-    state = stored[0]
-    if state.master != registration.replica:
-        return Cast(Role.SLAVE, f"replica {state.master} is the master, since epoch {state.epoch}")
-    if playing is Role.MASTER and state.epoch == epoch:
-        return Cast(Role.MASTER, f"it is, since epoch {epoch}")
-    try:
-        next_term(stored, registration, claims)
-    except Fenced as error:
-        return Cast(Role.WAITING, error.reason)
-    return Cast(Role.MASTER, f"it was, in epoch {state.epoch}")
+@dataclass(frozen=True, slots=True)
+class MasterRole:
+    """The master of one epoch."""
+
+    kind: ClassVar[RoleKind] = RoleKind.MASTER
+    reason: ClassVar[str] = ""
+    epoch: int
+    service: HAService
+    """Replication to the slaves."""
+    transfer: GroupTransferService
+    """Decides if a PUT is taken, and when it is acknowledged."""
+    transactions: TransactionTerm | MetamqError
+    """The transactions of this epoch, or the reason why the journal cannot be read."""
+
+    @property
+    def followed_epoch(self) -> int:
+        """The epoch of the logs here."""
+        return self.epoch
+
+    def preferred_replica(self, partition: Partition, position: int, far_bytes: int) -> int:
+        """Returns the replica that a reader at this byte of a partition asks next; -1 is this one.
+
+        Data more than `far_bytes` behind the end is in no page cache any more, so a slave's disk serves it as well. A
+        reader leaves the master at `far_bytes`, and comes back at half of it: so it does not alternate between the two.
+        """
+        behind_bytes = partition.log.stable_position - position
+        is_far = 0 < far_bytes < behind_bytes
+        return self.service.slave_beyond(partition, position + far_bytes // 2) if is_far else -1
+
+    def statistics(self) -> dict[str, Any]:
+        """The figures of this role alone. Any thread."""
+        return self.service.statistics()
+
+
+@dataclass(frozen=True, slots=True)
+class _LinkedRole:
+    epoch: int
+    reason: str
+    """The reason of the role, for people."""
+    refusal: Fenced
+    """The answer to requests that only a master serves."""
+    link: HAClient
+
+    @property
+    def followed_epoch(self) -> int:
+        """The epoch of the logs here."""
+        return max(self.epoch, self.link.epoch)
+
+    def preferred_replica(self, partition: Partition, position: int, far_bytes: int) -> int:
+        """See MasterRole.preferred_replica."""
+        behind_bytes = partition.log.stable_position - position
+        master = self.link.master
+        return master.replica if master is not None and behind_bytes <= far_bytes // 2 else -1
+
+    def statistics(self) -> dict[str, Any]:
+        """The figures of this role alone. Any thread."""
+        return {"link": self.link.state.value, "received_bytes": self.link.received_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class SlaveRole(_LinkedRole):
+    """A slave: it copies the logs of its master, and serves readers."""
+
+    kind: ClassVar[RoleKind] = RoleKind.SLAVE
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRole(_LinkedRole):
+    """A replica without a master to follow. Its link keeps the partitions that readers may read."""
+
+    kind: ClassVar[RoleKind] = RoleKind.WAITING
+
+
+Role = BetweenRoles | MasterRole | SlaveRole | WaitingRole
+
+
+class ReplicaStatus:
+    """The role of this replica, and the other reasons to refuse writes. Used by the broker's loop; any thread may read.
+
+    Each attribute has one writer: RoleKeeper exchanges the role, Housekeeping sets `disk_full`, Broker.stop() sets
+    `stopping`. So a reason that ends leaves the others in place.
+    """
+
+    def __init__(self, broker_id: int) -> None:
+        self.disk_full: DiskFull | None = None
+        self.stopping: Fenced | None = None
+        self._role: Role = BetweenRoles(RoleKind.STARTING, 0, "", Fenced(f"broker {broker_id}", "it is starting"))
+
+    @property
+    def role(self) -> Role:
+        """The role now."""
+        return self._role
+
+    def exchange(self, role: Role) -> Role:
+        """Sets the new role and returns the former one. Called by RoleKeeper only."""
+        former, self._role = self._role, role
+        return former
+
+    @property
+    def leaving(self) -> Fenced | None:
+        """The reason why this master takes nothing more: it stops, hands over, or was deposed; or None."""
+        role = self._role
+        return self.stopping or (role.service.writes_refused if isinstance(role, MasterRole) else None)
+
+    @property
+    def writes_refused(self) -> DiskFull | Fenced | None:
+        """The reason why PUTs are refused at present, apart from the role; or None."""
+        return self.leaving or self.disk_full
+
+    @property
+    def transactions(self) -> TransactionTerm | MetamqError:
+        """The transactions of the present epoch, or the reason why there are none."""
+        role = self._role
+        return role.transactions if isinstance(role, MasterRole) else role.refusal
+
+    def master(self) -> MasterRole:
+        """Returns the role of a master. Raises Fenced if this replica is not the master."""
+        role = self._role
+        if isinstance(role, MasterRole):
+            return role
+        raise role.refusal.with_traceback(None)
+
+    def writing_master(self) -> MasterRole:
+        """Returns the role of a master that takes writes. Raises Fenced, DiskFull."""
+        if (refusal := self.writes_refused) is not None:
+            raise refusal.with_traceback(None)
+        return self.master()

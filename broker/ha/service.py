@@ -80,18 +80,19 @@ class HAService:
         change: Callable[[Change], Awaitable[int | None]],
         read: Callable[[], Awaitable[StateAt]],
         deposed: Callable[[], None],
-        refuse_writes: Callable[[Fenced | None], None],
         failed: Callable[[Partition, MetamqError], None],
     ) -> None:
         """`change` gives the new version, or None when it was refused; raises ConnectError when no answer came.
 
-        `refuse_writes` stops new writes with an error, or lets them go on. `failed`: a partition's log cannot be read.
+        `failed`: a partition's log cannot be read.
         """
         self.epoch = settings.epoch
         self.membership = Membership(settings.member, state[0].insync, state[1], lag_s=settings.insync_lag_ms / 1000)
         self.links: dict[int, HAConnection] = {}
         """By replica: a replica counts once, however many connections it makes."""
         self.closed = False
+        self.writes_refused: Fenced | None = None
+        """The reason why no more is written in this epoch: a hand-over, or another master."""
         self._is_deposed = False
         self._handing_over = 0
         """Hand-overs under way: each of them counts on it that nothing is written."""
@@ -100,7 +101,6 @@ class HAService:
         self._change = change
         self._read = read
         self._deposed = deposed
-        self._refuse_writes = refuse_writes
         self.failed = failed
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -499,7 +499,7 @@ class HAService:
             self._is_deposed = True
             self.membership.deposed()
             reason = f"replica {state.master} is the master, since epoch {state.epoch}"
-            self._refuse_writes(Fenced(f"broker {self._settings.broker_id}", reason))
+            self.writes_refused = Fenced(f"broker {self._settings.broker_id}", reason)
         self._deposed()
 
     # -- giving the role away -----------------------------------------------------------------------------------------
@@ -509,7 +509,7 @@ class HAService:
         what = f"broker {self._settings.broker_id}"
         reason = ""
         self._handing_over += 1
-        self._refuse_writes(Fenced(what, f"it hands over to replica {link.replica}"))
+        self.writes_refused = Fenced(what, f"it hands over to replica {link.replica}")
         deadline = self._loop.time() + wait_ms / 1000
         partitions = list(self._topics.partitions())
         while not self._holds_all(link, partitions):
@@ -527,7 +527,7 @@ class HAService:
             await self._read_state()
         self._handing_over -= 1
         if not (self.closed or self._is_deposed or self._handing_over):
-            self._refuse_writes(None)
+            self.writes_refused = None
 
     def _holds_all(self, link: HAConnection, partitions: list[Partition]) -> bool:
         return link.held_seq == link.sent_seq and all(

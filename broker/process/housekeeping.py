@@ -14,8 +14,9 @@ from metamq.broker.data.data_folder import DataFolder
 from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.partition import Partition
 from metamq.broker.data.topics import Topics
-from metamq.broker.front_door.processors import Processors
+from metamq.broker.ha.role import ReplicaStatus
 from metamq.broker.log import FLUSH, Steps
+from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.broker.trouble import Trouble
 from metamq.errors import CorruptData, DiskFull, MetamqError, TooManyOpenFiles
 from metamq.threads import start_pool
@@ -39,14 +40,16 @@ class Housekeeping:
         self,
         topics: Topics,
         folder: DataFolder,
-        processors: Processors,
+        status: ReplicaStatus,
+        transactions: TransactionalCommandProcessor,
         flusher: Flusher,
         config: BrokerConfig,
         failed: Callable[[MetamqError], None],
     ) -> None:
         self._topics = topics
         self._folder = folder
-        self._processors = processors
+        self._status = status
+        self._transactions = transactions
         self._flusher = flusher
         self._executor = start_pool(1, "metamq-housekeeping")
         self._config = config
@@ -75,14 +78,14 @@ class Housekeeping:
         """Refuses writes below the reserve, accepts them again above it."""
         free_bytes = self._folder.free_bytes()
         # What was promised fits on the disk beside the reserve, whatever else is written.
-        reserve_bytes = self._config.disk_reserve_bytes + self._processors.transactions.figures.promised_bytes
+        reserve_bytes = self._config.disk_reserve_bytes + self._transactions.figures.promised_bytes
         full = free_bytes < reserve_bytes
-        if full and self._processors.disk_full is None:
-            self._processors.disk_full = DiskFull(str(self._folder.path), free_bytes, reserve_bytes)
-            log.error("writes are refused: %s", self._processors.disk_full)
+        if full and self._status.disk_full is None:
+            self._status.disk_full = DiskFull(str(self._folder.path), free_bytes, reserve_bytes)
+            log.error("writes are refused: %s", self._status.disk_full)
             self._due.set()
-        elif not full and self._processors.disk_full is not None:
-            self._processors.disk_full = None
+        elif not full and self._status.disk_full is not None:
+            self._status.disk_full = None
             log.warning("writes are accepted again: %s bytes are free", f"{free_bytes:,}")
 
     async def _round(self) -> None:
@@ -108,7 +111,7 @@ class Housekeeping:
 
     async def _look_after(self, partition: Partition) -> None:
         # For each anew: a commit that came since this round began may have gone here.
-        keep_from, drop_before = await self._processors.transactions.kept(partition, self._folder.generation)
+        keep_from, drop_before = await self._transactions.kept(partition, self._folder.generation)
         steps = partition.log.retain(time.time_ns() // 1000, keep_from, drop_before)
         for segment in await self._carry_out(partition, steps):
             log.info(

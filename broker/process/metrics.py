@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 import metamq
 from metamq.broker.data.sync_times import BOUNDS_S
 from metamq.broker.ha.attempts import HAState
-from metamq.broker.ha.role import Role
+from metamq.broker.ha.decide_role import RoleKind
 
 if TYPE_CHECKING:
     from metamq.broker.process.server import Broker
@@ -130,7 +130,7 @@ def _replication(statistics: dict[str, Any]) -> Iterator[Metric]:
     text = "The term of the master that this replica is, or follows"
     yield GaugeMetricFamily("metamq_broker_epoch", text, value=statistics["epoch"])
     roles = GaugeMetricFamily("metamq_replication_role", "1 for the role that this replica plays", labels=["role"])
-    for role in Role:
+    for role in RoleKind:
         roles.add_metric([role.value], int(role.value == statistics["role"]))
     yield roles
     for family, value in (

@@ -27,23 +27,16 @@ import metamq
 from metamq.broker.config import BrokerConfig
 from metamq.broker.data.data_folder import LOST_ZOOKEEPER, REMOVED, RIGHT_ZOOKEEPER, DataFolder
 from metamq.broker.data.flusher import Flusher
-from metamq.broker.data.partition import BatchIds
-from metamq.broker.data.scrubber import Scrubber
 from metamq.broker.data.sync_times import Histogram, SyncTimes
 from metamq.broker.data.topics import Topics
 from metamq.broker.front_door.acceptor import Acceptor
-from metamq.broker.front_door.admission import LINGERING_MAX, SLOTS_KEPT, Admission
-from metamq.broker.front_door.answer_memory import AnswerMemory
-from metamq.broker.front_door.counters import Counters
-from metamq.broker.front_door.processors import Processors
-from metamq.broker.front_door.protocol import BrokerProtocol, Timeouts
-from metamq.broker.front_door.request_memory import RequestMemory
-from metamq.broker.ha.keeper import RoleKeeper
-from metamq.broker.ha.role import Role
+from metamq.broker.front_door.admission import LINGERING_MAX, SLOTS_KEPT
+from metamq.broker.front_door.protocol import BrokerProtocol
+from metamq.broker.ha.decide_role import RoleKind
 from metamq.broker.log import FileCache
 from metamq.broker.log.disk.files import SHORTAGES
-from metamq.broker.process.housekeeping import Housekeeping
 from metamq.broker.process.http import StatusServer
+from metamq.broker.process.parts import make_parts
 from metamq.broker.transactions.followers import Followers
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import journal_config
@@ -58,7 +51,6 @@ from metamq.errors import (
     MetamqError,
     TooManyOpenFiles,
 )
-from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.words import count
 from metamq.zk.cluster.brokers import Registration, cluster_id, known_cluster_id, read_state
 from metamq.zk.cluster.registrations import until_alone
@@ -105,8 +97,6 @@ class Broker:
             limit = _raised_open_files_limit()
             open_files, connections = shares(limit, config.open_files_max)
             connections_max = min(config.connections_max, max(1, connections - SLOTS_KEPT - LINGERING_MAX))
-            self._memory = RequestMemory(config.request_memory_bytes)
-            self._answers = AnswerMemory(config.answer_memory_bytes)
             self._sync_times = SyncTimes()
             self._files = FileCache(open_files, sync=self._sync_times.timed(os.fsync))
             self._session = await Session.open(
@@ -124,22 +114,23 @@ class Broker:
             await self._until_answered(self._read_topics)
             self._make_parts(connections_max)
             self._status = StatusServer(self) if config.http_port >= 0 else None
-            await self._until_answered(self._keeper.begin)
+            await self._until_answered(self._parts.keeper.begin)
         except BaseException:
             await self._abandon()
             raise
+        parts = self._parts
         work: tuple[Callable[[], Awaitable[None]], ...] = (
             self._flusher.run,
-            self._housekeeping.watch_disk,
-            self._housekeeping.run,
-            self._scrubber.run,
-            self._scrubber.run_reports,
+            parts.housekeeping.watch_disk,
+            parts.housekeeping.run,
+            parts.scrubber.run,
+            parts.scrubber.run_reports,
             self._topics.run_removals,
             self._follow_topics,
-            self._keeper.run,
-            self._keeper.tick,
-            self._processors.transactions.run,
-            Followers(config.id, self._session, self._processors.transactions, config.branch_grace_ms / 1000).run,
+            parts.keeper.run,
+            parts.keeper.tick,
+            parts.transactions.run,
+            Followers(config.id, self._session, parts.transactions, config.branch_grace_ms / 1000).run,
             self._beats,
             self._sweeps,
         )
@@ -175,44 +166,21 @@ class Broker:
                 await asyncio.sleep(RETRY_S)
 
     def _make_parts(self, connections_max: int) -> None:
-        """What serves clients, over the topics; the role is still to be taken."""
-        config, loop = self.config, asyncio.get_running_loop()
-        ids = BatchIds(0)
-        self._processors = Processors(
-            self._folder,
-            self._topics,
-            self._flusher,
-            ids,
-            Counters(),
-            batch_bytes_max=BATCH_BYTES_MAX,
-            failed=self.fail,
-        )
-        self._keeper = RoleKeeper(
-            config,
+        """Makes what serves clients, over the topics; the role is still to be taken."""
+        parts = self._parts = make_parts(
+            self.config,
             self._folder,
             self._session,
             self._topics,
             self._flusher,
-            ids,
-            self._processors,
             self._registration,
+            connections_max=connections_max,
             check=self._check_zookeeper,
             failed=self.fail,
         )
-        self._processors.keeper = self._keeper
-        self._housekeeping = Housekeeping(
-            self._topics, self._folder, self._processors, self._flusher, config, self.fail
-        )
-        self._scrubber = Scrubber(self._topics, config, self._processors.found_damage)
-        self._processors.scrubber = self._scrubber
-        admission = Admission(connections_max, config.connections_per_address_max)
-        timeouts = Timeouts(config.unread_timeout_s, config.idle_timeout_s)
-        self._acceptor = Acceptor(
-            self._listener,
-            lambda: BrokerProtocol(
-                self._processors, self._memory, self._connections, loop, admission, self._answers, timeouts
-            ),
-        )
+        self._memory, self._answers, self._connections = parts.door.requests, parts.door.answers, parts.door.connections
+        loop = asyncio.get_running_loop()
+        self._acceptor = Acceptor(self._listener, lambda: BrokerProtocol(parts.door, loop))
 
     def _bind(self) -> socket.socket:
         config = self.config
@@ -244,9 +212,9 @@ class Broker:
     @property
     def name(self) -> str:
         """For people: which replica this is, and its role."""
-        role = self._keeper.role
-        parts = {Role.MASTER: f"the master, epoch {self.epoch}", Role.SLAVE: "a slave"}
-        return f"replica {self._folder.replica} of broker {self.config.id} ({parts.get(role, role.value)})"
+        role = self._parts.status.role
+        names = {RoleKind.MASTER: f"the master, epoch {role.epoch}", RoleKind.SLAVE: "a slave"}
+        return f"replica {self._folder.replica} of broker {self.config.id} ({names.get(role.kind, role.kind.value)})"
 
     def _registration(self) -> Registration:
         return Registration(
@@ -269,7 +237,7 @@ class Broker:
     @property
     def epoch(self) -> int:
         """The term of the master that this replica is, or was last."""
-        return self._keeper.epoch
+        return self._parts.status.role.epoch
 
     async def _check_zookeeper(self) -> None:
         """Refuses a ZooKeeper that never saw this broker: in front of an empty one all topics would seem deleted."""
@@ -373,8 +341,8 @@ class Broker:
             self._topics_changed.clear()
             try:
                 await self._read_topics()
-                await self._keeper.settle()  # a log that was opened may lack something
-                await self._keeper.offer()
+                await self._parts.keeper.settle()  # a log that was opened may lack something
+                await self._parts.keeper.offer()
                 if (full := self._topics.without_room()) is not None:
                     raise full.with_traceback(None)
                 trouble.is_over("topics are followed again")
@@ -387,8 +355,8 @@ class Broker:
         if state is SessionState.LOST:
             log.warning("the ZooKeeper session is lost: registering anew when there is a new one")
             self._topics_changed.set()  # the watches were those of the lost session
-            if hasattr(self, "_keeper"):
-                self._keeper.look_again()
+            if hasattr(self, "_parts"):
+                self._parts.keeper.look_again()
 
     async def _beats(self) -> None:
         """Shows /healthz that the loop turns."""
@@ -431,23 +399,23 @@ class Broker:
     async def stop(self) -> None:
         """Ends the broker: gracefully after end(), at once after fail()."""
         self._ready_reason = "stopping"
-        self._processors.stopping = Fenced(f"broker {self.config.id}", "it is stopping")
+        self._parts.status.stopping = Fenced(f"broker {self.config.id}", "it is stopping")
         self._acceptor.close()
-        self._keeper.say_goodbye()
+        self._parts.keeper.say_goodbye()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._session.close()
         if self.failure is None:
             await self._drain()
-        await self._keeper.close()
-        self._processors.slices.close()
+        await self._parts.keeper.close()
+        self._parts.door.slices.close()
         clean = self._topics.close(ClosedError("broker"), clean=self.failure is None)
         for connection in list(self._connections):
             connection.close() if self.failure is None else connection.abort()
         self._flusher.close()
-        self._housekeeping.close()
-        self._scrubber.close()
+        self._parts.housekeeping.close()
+        self._parts.scrubber.close()
         if self._status is not None:
             self._status.close()
         self._files.close()
@@ -471,16 +439,15 @@ class Broker:
             self._acceptor.close()
         elif hasattr(self, "_listener"):
             self._listener.close()
-        if hasattr(self, "_keeper"):
-            await self._keeper.close()
+        if hasattr(self, "_parts"):
+            await self._parts.keeper.close()
         if hasattr(self, "_session"):
             await self._session.close()
         if hasattr(self, "_topics"):
             self._topics.close(ClosedError("broker"), clean=False)
-        if hasattr(self, "_housekeeping"):
-            self._housekeeping.close()
-        if hasattr(self, "_scrubber"):
-            self._scrubber.close()
+        if hasattr(self, "_parts"):
+            self._parts.housekeeping.close()
+            self._parts.scrubber.close()
         if hasattr(self, "_flusher"):
             self._flusher.close()
         if hasattr(self, "_files"):
@@ -495,10 +462,10 @@ class Broker:
     def readiness(self) -> tuple[bool, str]:
         """Whether clients are served as they should be. Any thread."""
         broken = self._topics.broken()
-        reason = self._ready_reason or self._keeper.readiness()
+        reason = self._ready_reason or self._parts.keeper.readiness()
         if reason:
             return False, reason
-        if (refusal := self._processors.refuse_writes) is not None:
+        if (refusal := self._parts.status.writes_refused) is not None:
             return False, str(refusal)
         if broken:
             return False, "; ".join(str(error) for error in broken)
@@ -507,7 +474,7 @@ class Broker:
     def statistics(self) -> dict[str, object]:
         """What STATS answers, and what the metrics have besides. Any thread."""
         return {
-            **self._processors.statistics(),
+            **self._parts.stats.statistics(),
             "connections": len(self._connections),
             "flushes": self._flusher.flushes,
             "open_log_files": self._files.open_count,

@@ -37,7 +37,6 @@ from metamq.broker.transactions.upkeep import Guards, Upkeep
 from metamq.errors import (
     CorruptData,
     DiskFull,
-    Fenced,
     MessageTooLarge,
     MetamqError,
     NotEnoughReplicas,
@@ -127,8 +126,10 @@ class TransactionalCommandProcessor:
         appender: Appender,
         check: Check,
         failed: Callable[[MetamqError], None],
+        current: Callable[[], TransactionTerm | MetamqError],
     ) -> None:
-        """`check` verifies a received batch and returns its place. `failed` is called when the broker must end."""
+        """`check` verifies a received batch and returns its place. `failed` is called when the broker must end.
+        `current` returns the transactions of the present epoch, or the reason why there are none."""
         self.limits = TransactionLimits()
         self.upkeep = Upkeep(topics, flusher)
         self.grace_s = GRACE_S
@@ -138,30 +139,35 @@ class TransactionalCommandProcessor:
         self._appender = appender
         self._check = check
         self._failed = failed
-        self._term: TransactionTerm | None = None
+        self._current = current
         self._follower = Follower()
         self._guards = Guards()
         self.figures = Figures()
         """The last figures, at most FIGURES_S old. Any thread."""
         self._figures_due_s = 0.0
-        self._not_ready: MetamqError = Fenced(f"broker {broker_id}", "it is starting")
 
     # -- epochs -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _term(self) -> TransactionTerm | None:
+        found = self._current()
+        return found if isinstance(found, TransactionTerm) else None
 
     def _journal_partition(self) -> Partition:
         return self._topics.find(TOPIC, TOPIC_ID, 0)
 
-    async def begin_term(self, epoch: int, generation: int) -> None:
-        """Takes over from the former master. Meanwhile no client reads or writes. Raises StorageError."""
+    async def begin_term(self, epoch: int, generation: int) -> TransactionTerm | MetamqError:
+        """Takes over from the former master; returns the reason if the journal cannot be read. Meanwhile no client
+        reads or writes. Raises StorageError."""
         try:
-            self._term = await self._begun(self._journal_partition(), epoch, generation)
+            return await self._begun(self._journal_partition(), epoch, generation)
         except StorageError:
             raise
         except MetamqError as error:
-            self._not_ready = error
             log.critical("transactions are not available at broker %d: %s", self._broker_id, error)
             if isinstance(error, CorruptData) and (damaged := self._topics.get(TOPIC, 0)) is not None:
                 self._topics.is_damaged(damaged, error)
+            return error
 
     async def _begun(self, partition: Partition, epoch: int, generation: int) -> TransactionTerm:
         journal = JournalStore(partition, self._ids, self._appender)
@@ -191,17 +197,15 @@ class TransactionalCommandProcessor:
                 await asyncio.sleep(0)
                 until = time.monotonic() + READ_SLICE_S
 
-    def end_term(self, reason: MetamqError) -> None:
+    def end_term(self, term: TransactionTerm, reason: MetamqError) -> None:
         """Ends this replica's epoch as master: answers all waiting requests."""
-        term, self._term, self._not_ready = self._term, None, reason
-        if term is not None:
-            term.journal.ended = reason
-            for queue in term.queues.values():
-                for number, work in enumerate(queue):
-                    # The first one is running, and its record may be in the journal.
-                    if not work.is_answered:
-                        error = reason if number else reason.with_unknown_outcome()
-                        work.connection.answer_error(work.request, error)
+        term.journal.ended = reason
+        for queue in term.queues.values():
+            for number, work in enumerate(queue):
+                # The first one is running, and its record may be in the journal.
+                if not work.is_answered:
+                    error = reason if number else reason.with_unknown_outcome()
+                    work.connection.answer_error(work.request, error)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -249,9 +253,10 @@ class TransactionalCommandProcessor:
         return f"{self._broker_id}:{term.generation}"
 
     def _ready(self) -> TransactionTerm:
-        if self._term is None:
-            raise self._not_ready.with_traceback(None)
-        return self._term
+        found = self._current()
+        if isinstance(found, MetamqError):
+            raise found.with_traceback(None)
+        return found
 
     def _run(self, term: TransactionTerm, work: TxRequest) -> None:
         """Carries out a request, and the ones that wait behind it, up to the first verb that must wait."""
@@ -502,7 +507,8 @@ class TransactionalCommandProcessor:
 
     def waiting(self) -> list[BranchState]:
         """The branches that wait for another broker's decision, or that others wait for; none on a slave."""
-        known = self._term.store.branches.values() if self._term is not None else ()
+        term = self._term
+        known = term.store.branches.values() if term is not None else ()
         return [b for b in known if b.state is BranchPhase.DECIDED or (b.state is BranchPhase.PREPARED and b.follows)]
 
     # -- background work ----------------------------------------------------------------------------------------------
@@ -531,9 +537,9 @@ class TransactionalCommandProcessor:
             journal = self._journal_partition()
             if journal.closed_by is not None:
                 raise journal.closed_by.with_traceback(None)
-            if self._term is not None:
-                found: JournalState | Retained = self._term.store.journal
-                needed_lsn, generation = self._term.needed_lsn, self._term.generation
+            if (term := self._term) is not None:
+                found: JournalState | Retained = term.store.journal
+                needed_lsn, generation = term.needed_lsn, term.generation
             else:
                 found = await self._follower.catch_up(journal)
                 needed_lsn = found.mark.needed_lsn
@@ -551,16 +557,16 @@ class TransactionalCommandProcessor:
 
     def tick(self, now_s: float) -> None:
         """Handles the passing of time: time-outs of branches, and figures."""
-        if self._term is None:
+        if (term := self._term) is None:
             self.figures, self._figures_due_s = Figures(), 0.0
             return
-        for branch in self._term.store.expire(now_s):
+        for branch in term.store.expire(now_s):
             log.info("branch %s of %s is rolled back: %s", branch.xid, branch.owner, branch.rolled_back_reason)
         if now_s < self._figures_due_s:
             return
         self._figures_due_s = now_s + FIGURES_S
-        _drop_idle_sessions(self._term)
-        known = self._term.store.branches.values()
+        _drop_idle_sessions(term)
+        known = term.store.branches.values()
         prepared = [branch for branch in known if branch.state is BranchPhase.PREPARED]
         self.figures = Figures(
             open=sum(branch.state in (BranchPhase.ACTIVE, BranchPhase.IDLE) for branch in known),
@@ -568,7 +574,7 @@ class TransactionalCommandProcessor:
             heuristic=sum(branch.state is BranchPhase.HEURISTIC for branch in known),
             oldest_prepared_us=min((branch.prepared_us for branch in prepared), default=0),
             promised_bytes=sum(branch.bytes for branch in prepared),
-            journal_bytes=self._term.journal.size_bytes,
+            journal_bytes=term.journal.size_bytes,
         )
 
     def connection_lost(self, connection: SessionConnection) -> None:

@@ -144,14 +144,14 @@ def test_requests_are_answered_while_the_disk_is_slow(parts: Parts, held: str) -
 
 @pytest.mark.parametrize("held", ["archive"])
 def test_a_disk_that_fills_up_meanwhile_is_noticed(parts: Parts, held: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    processors = parts.broker._processors
+    status = parts.broker._parts.status
     with parts.zookeeper.admin() as admin:
         parts.create(admin, cleanup="archive")
         parts.begin(admin, held)
         monkeypatch.setattr(parts.broker._folder, "free_bytes", lambda: 0)
-        wait_until(lambda: isinstance(processors.refuse_writes, DiskFull))
+        wait_until(lambda: isinstance(status.writes_refused, DiskFull))
         monkeypatch.undo()
-        wait_until(lambda: processors.refuse_writes is None)
+        wait_until(lambda: status.writes_refused is None)
 
 
 @pytest.mark.parametrize("held", HELD)

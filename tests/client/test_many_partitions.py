@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from metamq.broker.front_door.processors import page_of
+from metamq.broker.front_door.statistics import page_of
 from metamq.client.admin import admin_brokers
 from metamq.client.fetch.fetch_queue import FetchRequest, FetchRequestQueue
 from metamq.client.fetch.fetch_runner import FetchLimits, FetchRunner

@@ -90,7 +90,7 @@ def test_a_prepare_that_cannot_be_kept_at_present_is_asked_again(
         attempts = [attempt(client, values) for client in (hasty, patient)]
         wait_until(lambda: open_at(patient, 7) == [("active", 100)] * 2, what="both attempts at their broker")
         free_bytes = 1
-        wait_until(lambda: local.broker._processors.disk_full is not None, what="a disk that is nearly full")
+        wait_until(lambda: local.broker._parts.status.disk_full is not None, what="a disk that is nearly full")
         with pytest.raises(TryLater, match="bytes free"):
             hasty.background.run(attempts[0].prepare())
         hasty.background.run(attempts[0].give_up())
@@ -115,7 +115,7 @@ def test_what_a_broker_does_not_take_at_present_is_sent_again(
     with LocalBroker(two.zookeeper, tmp_path / "broker", id=8) as local:
         with two.admin() as admin:
             admin.create_topic("journal", partitions=2, brokers=[8])
-        processor = local.broker._processors.transactions
+        processor = local.broker._parts.transactions
         limits = processor.limits
         processor.limits = limits._replace(journal_bytes=-1)
 
@@ -140,7 +140,7 @@ def test_a_write_that_needs_more_branches_than_a_broker_takes_is_told_what_to_do
     with LocalBroker(two.zookeeper, tmp_path / "broker", id=9) as local:
         with two.admin() as admin:
             admin.create_topic("many", partitions=1, brokers=[9])
-        processor = local.broker._processors.transactions
+        processor = local.broker._parts.transactions
         limits = TransactionLimits(branches=2)
         processor._term.store.limits = limits
         client = opened(options(two, topic="many"))

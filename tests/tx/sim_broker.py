@@ -132,8 +132,9 @@ class Replica:
         self.failures: list[MetamqError] = []
         self.appended: Callable[[Partition, bytes, int], None] = lambda partition, batch, position: None
         """Called with each batch that was appended, and where."""
+        self.current: TransactionTerm | MetamqError = Fenced("broker 0", "it is starting")
         self.transactions = TransactionalCommandProcessor(
-            0, self.logs, Flusher(), self.ids, self, self._check, self._fail  # type: ignore[arg-type]
+            0, self.logs, Flusher(), self.ids, self, self._check, self._fail, lambda: self.current  # type: ignore[arg-type]
         )  # fmt: skip
         self.transactions.upkeep.cut_bytes = 0
         self.connection = Connection()
@@ -156,7 +157,7 @@ class Replica:
 
     def begin_term(self, epoch: int, generation: int = 1, *, alone: bool = True) -> None:
         self.ids.start_epoch(epoch)
-        LOOP.run_until_complete(self.transactions.begin_term(epoch, generation))
+        self.current = LOOP.run_until_complete(self.transactions.begin_term(epoch, generation))
         if alone:
             for partition in self.logs.partitions():
                 partition.unbound()
@@ -247,7 +248,9 @@ class Replica:
             carry_out(partition, partition.log.retain(now_us, *kept))
 
     def end_term(self) -> None:
-        self.transactions.end_term(Fenced("broker 0", "a test ends it"))
+        former, self.current = self.current, Fenced("broker 0", "a test ends it")
+        if isinstance(former, TransactionTerm):
+            self.transactions.end_term(former, self.current)
 
     # -- what there is -------------------------------------------------------------------------------------------------
 

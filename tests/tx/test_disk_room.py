@@ -69,7 +69,7 @@ def test_more_than_the_disk_has_room_for_is_refused_at_prepare_and_nothing_of_it
         assert [one.xid for one in mq.recover()] == halves[:1]
         mq.commit(halves[0])
         free_bytes = 4 * RESERVE_BYTES
-        wait_until(lambda: broker.broker._processors.disk_full is None, what="room")
+        wait_until(lambda: broker.broker._parts.status.disk_full is None, what="room")
         for xid in (halves[1], large):
             assert mq.prepare(xid) is Vote.OK
             mq.commit(xid)

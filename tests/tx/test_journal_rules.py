@@ -256,9 +256,10 @@ def test_a_commit_in_the_middle_of_a_round_of_retention_is_left_alone(own: DiskO
     replica = new_replica(own, "a", topic_log=replace(TOPIC_LOG, segment_bytes=100, retention_bytes=1))
     replica.begin_term(1)
     folder = SimpleNamespace(generation=1, free_bytes=lambda: 1 << 50)
-    processors = SimpleNamespace(transactions=replica.transactions, disk_full=None)
+    status = SimpleNamespace(disk_full=None)
     config = SimpleNamespace(disk_reserve_bytes=0)
-    parts: Any = replica.logs, folder, processors, replica.transactions.upkeep._flusher, config
+    flusher = replica.transactions.upkeep._flusher
+    parts: Any = replica.logs, folder, status, replica.transactions, flusher, config
     housekeeping = Housekeeping(*parts, replica.failures.append)
     look_after, seen = housekeeping._look_after, []
 

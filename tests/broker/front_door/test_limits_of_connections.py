@@ -89,7 +89,7 @@ def test_answers_that_nobody_reads_share_one_budget(running: Cluster, start: Sta
     idle = [connect_to(local.port, receive_buffer=4096) for _ in range(READERS)]
     for client in idle:
         client.request(Command.GET, poll(32 * MEBIBYTE))
-    counters = local.broker._processors.counters
+    counters = local.broker._parts.door.counters
     wait_until(lambda: counters.snapshot()["fetches"] == READERS)
     assert budget - 8 * MEBIBYTE < answers.used_bytes < budget + READERS * 2 * MEBIBYTE
     reader = connect_to(local.port)
@@ -116,7 +116,7 @@ def test_unread_answers_have_a_ceiling(running: Cluster, start: Start, connect_t
         wait_ms=0, bytes_max=1, partition_bytes_max=1, opened=[GetPartition(1, "ceiling", topic_id, 0)], armed=[(1, 0)]
     )
     answers = local.broker._answers
-    counters = local.broker._processors.counters
+    counters = local.broker._parts.door.counters
     idle = [connect_to(local.port, receive_buffer=4096) for _ in range(READERS)]
     for number, client in enumerate(idle, 1):
         client.request(Command.GET, poll)

@@ -117,7 +117,7 @@ def test_requests_behind_many_searches_wait_unread(
         gone.request(Command.OFFSETS, entries)
     gone.close()
     assert sorted(client.answer().opaque for _ in sent) == sent
-    wait_until(lambda: local.broker._processors.slices.waiting == 0)
+    wait_until(lambda: local.broker._parts.door.slices.waiting == 0)
 
 
 class Owner:

@@ -13,10 +13,11 @@ from typing import Any
 
 from metamq.broker import __main__ as broker
 from metamq.broker.data.partition import Partition
-from metamq.broker.ha import keeper, role, service
+from metamq.broker.ha import decide_role, keeper, service
+from metamq.broker.ha.decide_role import RoleDecision, RoleKind
+from metamq.broker.ha.decide_role import decide_role as decide_properly
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.ha.handshake import Side, SyncDecision, SyncVerdict, decide
-from metamq.broker.ha.role import Cast, Role, cast
 from metamq.broker.ha.service import HAService
 from metamq.testing import BrokerProcess
 from metamq.zk.cluster import brokers, replicas
@@ -64,10 +65,12 @@ def stale_epoch_accepted() -> None:
     if os.environ["METAMQ_BROKER_REPLICA"] != "0":
         return
 
-    def stays(stored: Any, registration: Any, claims: Any, *, learner: bool, playing: Role, epoch: int) -> Cast:
-        if playing is Role.MASTER:
-            return Cast(Role.MASTER, "it does not look")
-        return cast(stored, registration, claims, learner=learner, playing=playing, epoch=epoch)
+    def stays(
+        stored: Any, registration: Any, claims: Any, *, learner: bool, current: RoleKind, epoch: int
+    ) -> RoleDecision:
+        if current is RoleKind.MASTER:
+            return RoleDecision(RoleKind.MASTER, "it does not look")
+        return decide_properly(stored, registration, claims, learner=learner, current=current, epoch=epoch)
 
     async def change(self: Any, change: Any) -> int:
         held = replace(self._mastership, version=ANY_VERSION)
@@ -81,14 +84,14 @@ def stale_epoch_accepted() -> None:
     def state_read(self: HAService, state: Any, version: int) -> None:
         self.membership.read(state.insync, version)
 
-    keeper.cast = stays  # type: ignore[attr-defined]
+    keeper.decide_role = stays  # type: ignore[attr-defined]
     keeper.RoleKeeper._change = change  # type: ignore[method-assign]
     HAService.state_read = state_read  # type: ignore[method-assign]
 
 
 def zookeeper_of_yesterday_believed() -> None:
     """What ZooKeeper says counts, though replicas know of later terms."""
-    for module in (keeper, role, brokers, replicas):
+    for module in (keeper, decide_role, brokers, replicas):
         module.taken_back = lambda *_: ""  # type: ignore[attr-defined]
 
 

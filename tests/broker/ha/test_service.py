@@ -78,7 +78,6 @@ class Master:
         self.partition = topics.get("t", 0)
         self.ids = BatchIds(EPOCH)
         self.asked: list[Change] = []
-        self.writes_refused: Fenced | None = None
         self.answers = asyncio.Event()
         """ZooKeeper answers what it is asked for; until then it does not."""
         self.answers.set()
@@ -91,12 +90,8 @@ class Master:
             change=lambda change: self.change(change),  # which a test may replace
             read=self.read,
             deposed=lambda: None,
-            refuse_writes=self.refuse_writes,
             failed=lambda partition, error: None,
         )
-
-    def refuse_writes(self, error: Fenced | None) -> None:
-        self.writes_refused = error
 
     async def change(self, change: Change) -> int:
         self.asked.append(change)
@@ -406,7 +401,7 @@ def test_a_master_that_reads_another_epoch_takes_no_more_writes_at_once(tmp_path
         master.state = BrokerState(EPOCH + 1, 1, ((1, 7),), 1)
         await asyncio.gather(*slave.link.tasks)
         asked = len(master.asked)
-        assert "replica 1 is the master" in str(master.writes_refused)
+        assert "replica 1 is the master" in str(master.service.writes_refused)
         master.after(LAG_S + 1)
         await turns()
         assert len(master.asked) == asked
@@ -430,10 +425,10 @@ def test_writes_are_refused_until_the_last_hand_over_has_ended(tmp_path: Path) -
         second.says(sync.HandOver(sync.HANDOVER, EPOCH, 60_000))
         assert first.link.closed
         await asyncio.gather(*first.link.tasks)
-        assert "it hands over" in str(master.writes_refused)
+        assert "it hands over" in str(master.service.writes_refused)
         master.service.leave(second.link, "it is gone")
         await asyncio.gather(*second.link.tasks)
-        assert master.writes_refused is None
+        assert master.service.writes_refused is None
 
     with a_master(tmp_path) as (_topics, make):
         asyncio.run(scenario(make))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from metamq.broker.front_door.processors import _PendingPut
+from metamq.broker.front_door.puts import PendingPut
 from metamq.errors import StorageError
 from metamq.wire import status
 from metamq.wire.commands import Command, PutResult
@@ -23,7 +23,7 @@ class Answers:
 
 def test_an_entry_of_a_put_is_done_once() -> None:
     connection = Answers()
-    put = _PendingPut(Request(1, Command.PUT, None, memoryview(b"")), cast(Any, connection), 2)
+    put = PendingPut(Request(1, Command.PUT, None, memoryview(b"")), cast(Any, connection), 2)
     put.stored(0, 7, 1)
     put.done(0, None)
     put.done(0, StorageError("the flush that it waits for cannot begin"))

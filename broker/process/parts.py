@@ -1,0 +1,124 @@
+"""Puts the parts of a broker together: its role, what carries out requests, and the work beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import metamq
+from metamq.broker.config import BrokerConfig
+from metamq.broker.data.data_folder import DataFolder
+from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.partition import BatchIds
+from metamq.broker.data.scrubber import Scrubber
+from metamq.broker.data.topics import Topics
+from metamq.broker.front_door.admission import Admission
+from metamq.broker.front_door.answer_memory import AnswerMemory
+from metamq.broker.front_door.appends import Appends
+from metamq.broker.front_door.counters import Counters
+from metamq.broker.front_door.look_ups import LookUps
+from metamq.broker.front_door.processors import Processor, Processors
+from metamq.broker.front_door.protocol import FrontDoor, Timeouts
+from metamq.broker.front_door.puts import PutProcessor, TxProcessor
+from metamq.broker.front_door.replicas import ReplicaProcessor
+from metamq.broker.front_door.request_memory import RequestMemory
+from metamq.broker.front_door.serving_role import ReplicaReadRole
+from metamq.broker.front_door.slices import Slices
+from metamq.broker.front_door.statistics import StatsProcessor
+from metamq.broker.ha.keeper import RoleKeeper
+from metamq.broker.ha.role import ReplicaStatus
+from metamq.broker.process.housekeeping import Housekeeping
+from metamq.broker.transactions.processor import TransactionalCommandProcessor
+from metamq.errors import MetamqError
+from metamq.wire.commands import Command, HelloReply
+from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION_MAX
+from metamq.zk.cluster.brokers import Registration
+from metamq.zk.session.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerParts:
+    """The parts above the topics."""
+
+    status: ReplicaStatus
+    transactions: TransactionalCommandProcessor
+    keeper: RoleKeeper
+    housekeeping: Housekeeping
+    scrubber: Scrubber
+    stats: StatsProcessor
+    door: FrontDoor
+
+
+def make_parts(
+    config: BrokerConfig,
+    folder: DataFolder,
+    session: Session,
+    topics: Topics,
+    flusher: Flusher,
+    registration: Callable[[], Registration],
+    *,
+    connections_max: int,
+    check: Callable[[], Awaitable[None]],
+    failed: Callable[[MetamqError], None],
+) -> BrokerParts:
+    """Makes the parts. The replica has no role yet. `check` and `failed`: see RoleKeeper."""
+    ids, counters, slices = BatchIds(0), Counters(), Slices()
+    status = ReplicaStatus(config.id)
+    appends = Appends(
+        status, folder, topics, flusher, ids, counters,
+        batch_bytes_max=BATCH_BYTES_MAX, promised_bytes=lambda: transactions.figures.promised_bytes,
+    )  # fmt: skip
+    transactions = TransactionalCommandProcessor(
+        config.id, topics, flusher, ids, appends, appends.body_place, failed, lambda: status.transactions
+    )
+    keeper = RoleKeeper(
+        config, folder, session, topics, flusher, ids, status, transactions, registration, check=check, failed=failed
+    )
+    housekeeping = Housekeeping(topics, folder, status, transactions, flusher, config, failed)
+    read_role = ReplicaReadRole(status, topics, config.far_behind_bytes)
+    try:
+        scrubber = Scrubber(topics, config, read_role.found_damage)
+    except BaseException:
+        housekeeping.close()
+        raise
+    stats = StatsProcessor(
+        status, folder, topics, ids, counters,
+        replication=keeper.statistics, transactions=lambda: transactions.figures, scrub=scrubber.statistics,
+    )  # fmt: skip
+    replicas = ReplicaProcessor(status, keeper)
+    table: dict[Command, Processor] = {
+        Command.PUT: PutProcessor(appends, flusher, failed).put,
+        Command.GET: lambda request, connection: connection.fetches.get(request),
+        Command.OFFSETS: LookUps(topics, read_role, scrubber.report, slices).offsets,
+        Command.STATS: stats.stats,
+        Command.SYNC: replicas.join,
+        Command.PROMOTE: replicas.promote,
+        Command.TX: TxProcessor(status, transactions).tx,
+        Command.BRANCHES: transactions.branches,
+    }
+    door = FrontDoor(
+        Processors(table),
+        read_role,
+        transactions,
+        counters,
+        slices,
+        Admission(connections_max, config.connections_per_address_max),
+        RequestMemory(config.request_memory_bytes),
+        AnswerMemory(config.answer_memory_bytes),
+        Timeouts(config.unread_timeout_s, config.idle_timeout_s),
+        lambda: greeting(config.id, ids.epoch),
+    )
+    return BrokerParts(status, transactions, keeper, housekeeping, scrubber, stats, door)
+
+
+def greeting(broker_id: int, epoch: int) -> HelloReply:
+    """Returns the answer to HELLO."""
+    return HelloReply(
+        version=PROTOCOL_VERSION_MAX,
+        broker_id=broker_id,
+        epoch=epoch,
+        message_bytes_max=MESSAGE_BYTES_MAX,
+        batch_bytes_max=BATCH_BYTES_MAX,
+        frame_bytes_max=FRAME_BYTES_MAX,
+        server=f"metamq {metamq.__version__}",
+    )
