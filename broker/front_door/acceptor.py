@@ -1,9 +1,9 @@
-"""Accepts connections, and goes on doing so whatever happens to one of them.
+"""Accepts connections, and keeps accepting after any error.
 
-An event loop's own server does not: uvloop hangs up on clients while the process has no descriptor left, and closes
-its listening socket for good, without a word, when the system has none. Here an error ends nothing. Accepting pauses
-for a moment, clients wait in the kernel's queue meanwhile, and one line in the log says why. And connections leave the
-last descriptors of the process to its files: a log that cannot open one is a broken disk to the broker.
+The server of an event loop does not. uvloop hangs up on clients while the process has no descriptor left, and closes
+its listening socket for good, without an error, when the system has none. Here an error pauses accepting for a moment.
+Clients wait in the kernel's queue in the meantime, and one log line gives the reason. Connections leave the last
+descriptors of the process to its files: to the broker, a log that cannot open a file is a broken disk.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ log = logging.getLogger("metamq.broker")
 
 BACKLOG = 1024
 DESCRIPTORS_LEFT = 32
-"""What is not taken for connections, of the process's limit."""
+"""Descriptors of the process that connections may not use."""
 AT_ONCE = 64
-"""Connections accepted before others have their turn in the loop."""
+"""Connections accepted in one turn of the loop."""
 PAUSE_S = 0.2
 
 
 class Acceptor:
-    """Serves a bound socket until close(). `made` makes the protocol of each connection."""
+    """Serves a bound socket until close(). `made` returns the protocol of a new connection."""
 
     def __init__(self, listener: socket.socket, made: Callable[[], asyncio.BaseProtocol]) -> None:
         self._listener = listener
@@ -37,7 +37,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[object]] = set()
         self._paused: asyncio.TimerHandle | None = None
-        self._in_trouble = False
+        self._is_failing = False
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._loop.add_reader(listener.fileno(), self._accept)
@@ -45,14 +45,14 @@ class Acceptor:
     def _accept(self) -> None:
         for _ in range(AT_ONCE):
             try:
-                self._check_room()
+                self._check_descriptors()
                 client, _address = self._listener.accept()
-            except BlockingIOError:  # all that came have been accepted
-                if self._in_trouble:
-                    self._in_trouble = False
+            except BlockingIOError:  # the kernel's queue is empty
+                if self._is_failing:
+                    self._is_failing = False
                     log.warning("connections are accepted again")
                 return
-            except (ConnectionError, InterruptedError):  # it is gone already
+            except (ConnectionError, InterruptedError):  # the client is gone already
                 continue
             except OSError as error:
                 self._pause(error)
@@ -64,8 +64,8 @@ class Acceptor:
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
 
-    def _check_room(self) -> None:
-        """Raises OSError when the next descriptor, the lowest that is free, is among the last."""
+    def _check_descriptors(self) -> None:
+        """Raises OSError if the next descriptor, the lowest free one, is among the last DESCRIPTORS_LEFT."""
         lowest = os.dup(self._listener.fileno())
         os.close(lowest)
         if lowest >= descriptors_max() - DESCRIPTORS_LEFT:
@@ -79,8 +79,8 @@ class Acceptor:
             client.close()
 
     def _pause(self, error: OSError) -> None:
-        if not self._in_trouble:
-            self._in_trouble = True
+        if not self._is_failing:
+            self._is_failing = True
             log.error(
                 "no connection is accepted at present: %s. Those that come wait. Raise the limit on open files, %s "
                 "(`ulimit -n`), or lower connections_max or open_files_max.",
@@ -95,7 +95,7 @@ class Acceptor:
         self._accept()
 
     def close(self) -> None:
-        """Accepts no more; connections stay. A second call does nothing."""
+        """Accepts no more connections; open ones stay. A second call does nothing."""
         if self._listener.fileno() < 0:
             return
         if self._paused is not None:

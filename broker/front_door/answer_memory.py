@@ -1,12 +1,13 @@
-"""The memory of answers that nobody reads, over all connections.
+"""Limits the memory of unread answers, over all connections.
 
-What a client does not read stays in its connection's write buffer. One connection is bounded by itself: while its
-buffer is above the mark nothing more is read for it from the logs. Thousands are not. So all share one budget: the
-bytes in the buffers above their marks. An answer to a GET is as large as it may be and as the budget has room for, one
-batch at least: so a reader that reads is served, however many others do not.
+Bytes that a client does not read stay in the write buffer of its connection. Each connection has a bound: while its
+buffer is above the high-water mark, the broker reads no logs for it. Thousands of connections have no common bound. So
+they share one budget: the bytes in buffers above their marks. An answer to a GET fits into the rest of the budget, but
+has at least one batch. So a client that reads is served, however many others do not read.
 
-One batch for each of thousands, and buffers below their marks, are still too much. So the memory of all unread answers
-has a ceiling. Above it the connections that have read nothing for longest are closed, until the budget is enough again.
+One batch for each of thousands of connections, and the buffers below their marks, can still be too much. So the memory
+of all unread answers has a ceiling. Above it the broker closes the connections that have read nothing for the longest
+time, until the memory is within the budget again.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from __future__ import annotations
 from typing import Protocol
 
 ABOVE_BYTES_LEAST = 64 * 1024 * 1024
-"""The ceiling is at least so much above the budget: some of the largest batches have to fit in between."""
+"""The least distance from the budget to the ceiling, in bytes: some of the largest batches must fit in between."""
 
 
 class Holder(Protocol):
-    """A connection whose client has not read all answers."""
+    """A connection with unread answers."""
 
     def count_unread(self) -> int:
         """Counts its unread bytes, and passes their memory to AnswerMemory.holds(). Returns the bytes."""
 
     def give_up(self) -> None:
-        """Closes the connection. It holds nothing from now on."""
+        """Closes the connection. It holds no memory from now on."""
 
 
 class AnswerMemory:
@@ -34,32 +35,32 @@ class AnswerMemory:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.stalled = 0
-        """Connections that were closed because they did not go on."""
+        """The number of connections that were closed because they made no progress."""
         self.held_bytes = 0
-        """The memory of all unread answers, also below the marks; each connection's as of when it was last counted."""
+        """The memory of all unread answers, also below the marks. Each connection's share is as of its last count."""
         self._held: dict[Holder, int] = {}
-        """The connections that hold them, the one that has read nothing for longest first."""
+        """The share of each connection. The first connection has read nothing for the longest time."""
 
     @property
     def ceiling_bytes(self) -> int:
-        """No more than this stays unread."""
+        """The limit on the memory of unread answers."""
         return self.limit_bytes + max(self.limit_bytes, ABOVE_BYTES_LEAST)
 
     @property
     def is_scarce(self) -> bool:
-        """Whether all of it is used."""
+        """True if the budget is used up."""
         return self.used_bytes >= self.limit_bytes
 
-    def room(self, wanted: int) -> int:
-        """How many of the wanted bytes a reader may be given; 1 is one batch."""
+    def available_bytes(self, wanted: int) -> int:
+        """Returns how many of the wanted bytes an answer may have; 1 allows one batch."""
         return max(min(wanted, self.limit_bytes - self.used_bytes), 1)
 
     def changed(self, before: int, after: int) -> None:
-        """A connection's buffer has another size."""
+        """Counts a new size of a connection's buffer."""
         self.used_bytes += after - before
 
     def holds(self, holder: Holder, held_bytes: int, *, has_read: bool) -> None:
-        """A connection was counted; `has_read` if its client has read anything since it was counted before."""
+        """Notes a connection's share. `has_read`: its client has read something since the last count."""
         if has_read or not held_bytes:
             self.held_bytes -= self._held.pop(holder, 0)
         if held_bytes:
@@ -67,11 +68,11 @@ class AnswerMemory:
             self._held[holder] = held_bytes
 
     def keep_below_ceiling(self, writer: Holder) -> None:
-        """Closes connections if there is too much, but not `writer`, which has just got an answer."""
+        """Closes connections if the memory is above the ceiling, but not `writer`, which has just got an answer."""
         if self.held_bytes <= self.ceiling_bytes:
             return
         for holder in list(self._held):
-            holder.count_unread()  # the last count may be old: clients that read are not to be closed
+            holder.count_unread()  # the last count may be old, and clients that read must stay
         if self.held_bytes <= self.ceiling_bytes:
             return
         for holder in list(self._held):

@@ -1,4 +1,4 @@
-"""What the broker counts, per batch and per answer, never per message. Read by metrics and STATS."""
+"""Counters of a broker, for metrics and STATS. They count per batch and per answer, never per message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from metamq.wire.commands import GetResult
 
 
 class Counters:
-    """Totals since the start; they only grow."""
+    """Totals since the start of the broker. They only grow."""
 
     def __init__(self) -> None:
         self.messages_in: dict[str, int] = defaultdict(int)
@@ -22,7 +22,7 @@ class Counters:
         self.repeats = 0
 
     def appended(self, topic: str, header: BatchHeader, repeated: bool) -> None:
-        """Counts a stored batch, or one that was stored before and came again."""
+        """Counts a stored batch, or a batch that came again."""
         if repeated:
             self.repeats += 1
             return
@@ -36,7 +36,7 @@ class Counters:
         self.bytes_out += sum(result.size for result in results if result.file is None)
 
     def snapshot(self, topics: Collection[str] | None = None) -> dict[str, Any]:
-        """All of it as plain values; of these topics only, where they are given."""
+        """Returns all counters as plain values, for these topics only if `topics` is given."""
 
         def of(counts: Mapping[str, int]) -> dict[str, int]:
             return dict(counts) if topics is None else {t: counts[t] for t in topics if t in counts}

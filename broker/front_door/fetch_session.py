@@ -1,21 +1,21 @@
-"""The fetch session of a connection: what its consumer has open, what is armed, and the one parked long poll.
+"""The fetch session of a connection: its open partitions, the armed ones among them, and one parked long poll.
 
 Theory of operation
 -------------------
 A consumer of 1,000 partitions must not send 1,000 offsets with each poll, nor make the broker look at 1,000 logs.
-So the broker remembers. A partition is opened once under a handle, and *armed* with an offset when its consumer has
-room for more. An armed partition is in one of two places: in `_ready` when there is data (or an error) to send, or
-in its partition's set of readers, from where an append moves it to `_ready`. Work is in proportion to what changes.
+So the session remembers. A partition is opened once under a handle, and *armed* with an offset when its consumer wants
+more. An armed partition is in one of two places: in `_ready` if there is data or an error to send, else in its
+partition's set of readers, from which an append moves it to `_ready`. The work is in proportion to the changes.
 
-A reader that opens a partition may say of which epoch the message is that it has read last. Where the log has another
-one there, a loss was accepted since, and the reader is told up to where the two are the same. A log is cut only at a
-slave; whoever has it open then is told to open it anew, and so is looked at again.
+A reader that opens a partition may give the epoch of the last message that it has read. If the log has another epoch at
+that offset, an operator has accepted a loss since then. The answer gives the offset up to which the two agree. A log is
+cut at a slave only. The slave then asks readers with that log open to open it again, which checks their epoch again.
 
-A slave knows less than its master. It takes an offset beyond its end for one that is to come, and sends a reader of
-what lies before its start to the master; only a master says that an offset is out of range.
+A slave knows less than its master. It waits for data at an offset beyond its end, and sends a reader of an offset
+before its start to the master. Only a master answers that an offset is out of range.
 
-Answering a poll takes ready partitions from the front, each up to its cap, and disarms them; arming puts them at
-the back. So partitions take turns, and a busy one cannot starve its neighbours.
+An answer takes ready partitions from the front, each up to its cap, and disarms them. Arming puts a partition at the
+back. So partitions take turns, and a busy one cannot starve the others.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ Answer = Callable[[Request, list[GetResult], list[Buffer]], None]
 
 
 class ServingRole(Protocol):
-    """What this replica is at present."""
+    """The role of this replica."""
 
     @property
     def is_master(self) -> bool:
-        """Whether its word on the log's ends is the last one."""
+        """True if only this replica knows the ends of its logs for certain."""
 
     @property
     def epoch(self) -> int:
-        """The term that its logs are of."""
+        """The epoch of its logs."""
 
     def preferred_replica(self, partition: Partition, position: int) -> int:
-        """The replica that a reader at this byte had better ask next, -1: this one."""
+        """Returns the replica that a reader at this byte asks next; -1 is this one."""
 
     def found_damage(self, partition: Partition, error: CorruptData) -> None:
-        """A log could not be read."""
+        """Reports a log that could not be read."""
 
 
 UNWRITABLE_RETRY_S = 0.05
 IN_PLACE_BYTES_MIN = 128 * 1024
-"""Less is sent: to open a file and read it there takes longer."""
+"""Smaller parts are sent: the reader would need more time to open the file and read it."""
 PLENTY_BYTES = 1 << 64
 """More than `bytes_min` can ask for."""
 
@@ -79,18 +79,18 @@ class _Place:
         self.entry = entry
         self.partition: Partition | None = None
         self.error: MetamqError | None = None
-        """Why there is no partition, or none that goes on where the reader is."""
+        """The reason why there is no partition, or why it does not continue at the reader's offset."""
         self.checked = False
-        """Whether it was found out if it does."""
+        """True if that was checked."""
         self.cuts = -1
         self.offset: int | None = None
         self.start_position = 0
-        """Where the bytes begin that `bytes_min` counts."""
+        """The position from which `bytes_min` counts bytes."""
         self.seen = (-1, -1)
-        """(stable offset, stable position) as of the last answer."""
+        """The stable offset and position at the last answer."""
 
     def arm(self, offset: int) -> bool:
-        """Takes the offset to read from; whether there is something to send already."""
+        """Sets the offset to read from; returns True if there is something to send already."""
         self.offset = offset
         if self.partition is None or self.partition.closed_by:
             return True
@@ -100,30 +100,30 @@ class _Place:
         if self.is_ahead():
             self.start_position = log.stable_position
             return False
-        # How many bytes an older offset is away, only the log could tell: it is no reason to wait, however few.
+        # Only the log knows the distance in bytes from an older offset. Such a reader does not wait for `bytes_min`.
         self.start_position = seen_position if offset == seen_offset < log.stable_offset else -PLENTY_BYTES
         return True
 
     def refusal(self, offset: int) -> MetamqError | None:
-        """Why nothing is read there; None: it may be."""
+        """Returns the reason why the offset is not read, or None."""
         partition = self.partition
         if self.error is None and partition is not None:
             if self.cuts < 0:
                 self.cuts = partition.cuts
             if self.cuts != partition.cuts:
-                self.error = Fenced("this replica", f"{partition.name} was cut here meanwhile: open it anew")
+                self.error = Fenced("this replica", f"{partition.name} was cut here meanwhile: open it again")
             elif not self.checked:
                 self.checked, self.error = parted(partition, offset, self.entry.epoch, self.session.role)
         return self.error
 
     def available_bytes(self) -> int:
-        """What counts for `bytes_min`; plenty when there is an error to tell."""
+        """Returns the bytes that count for `bytes_min`; PLENTY_BYTES if there is an error to send."""
         if self.partition is None or self.partition.closed_by or self.error is not None:
             return PLENTY_BYTES
         return self.partition.log.stable_position - self.start_position
 
     def is_ahead(self) -> bool:
-        """Whether it waits for what is not stable yet."""
+        """True if the reader waits for data that is not stable yet."""
         assert self.partition is not None
         assert self.offset is not None
         log = self.partition.log
@@ -140,8 +140,11 @@ class _Place:
 
 
 class FetchSession:
-    """Serves the GETs of one connection. `answer` sends a response; `writable` tells whether one may be sent now,
-    `room` how much of the bytes it wants there is memory for."""
+    """Serves the GETs of one connection.
+
+    `answer` sends a response. `writable` returns True if one may be sent now. `available_bytes` returns how many of the
+    wanted bytes the budget of answers allows.
+    """
 
     def __init__(
         self,
@@ -150,13 +153,13 @@ class FetchSession:
         answer: Answer,
         writable: Callable[[], bool],
         loop: asyncio.AbstractEventLoop,
-        room: Callable[[int], int] = lambda wanted: wanted,
+        available_bytes: Callable[[int], int] = lambda wanted: wanted,
     ) -> None:
         self.role = role
         self._find = find
         self._answer = answer
         self._writable = writable
-        self._room = room
+        self._available_bytes = available_bytes
         self._loop = loop
         self._places: dict[int, _Place] = {}
         self._ready: dict[_Place, None] = {}
@@ -164,12 +167,12 @@ class FetchSession:
         self._deadline: asyncio.TimerHandle | None = None
         self._serve_soon = False
         self.is_near = False
-        """Whether its reader is on this machine, and may be told where in a file batches lie."""
+        """True if the reader is on this machine. Then an answer may give a place in a file instead of batches."""
 
     def get(self, request: Request) -> None:
-        """Takes a GET: applies its changes, answers it now or parks it.
+        """Applies the changes of a GET, and answers it now or parks it.
 
-        Raises ProtocolError, with everything as it was before.
+        Raises ProtocolError. The session is unchanged then.
         """
         poll, opened = self._checked(unpack(Get, request.header))
         self._unpark()
@@ -188,14 +191,14 @@ class FetchSession:
             self._expire()
 
     def _checked(self, poll: Get) -> tuple[Get, list[GetPartition]]:
-        """The poll within the limits, and what it opens. Raises ProtocolError."""
+        """Returns the poll, clipped to the limits, and the partitions to open. Raises ProtocolError."""
         places, closed = self._places, set(poll.closed)
         opened = [unpack(GetPartition, entry) for entry in poll.opened]
         new: set[int] = set()
         for entry in opened:
             if entry.handle in new or (entry.handle in places and entry.handle not in closed):
                 raise ProtocolError(f"fetch handle {entry.handle} is in use")
-            if max(len(entry.topic), len(entry.topic_id)) > MAX_NAME_CHARS:  # it would be kept
+            if max(len(entry.topic), len(entry.topic_id)) > MAX_NAME_CHARS:  # the session keeps the name
                 raise ProtocolError(f"fetch handle {entry.handle}: a name has at most {MAX_NAME_CHARS} characters")
             new.add(entry.handle)
         if len(places) - len(closed & places.keys()) + len(new) > FETCH_PARTITIONS_MAX:
@@ -220,7 +223,7 @@ class FetchSession:
             self._answer(request, [], [])
 
     def _expire(self) -> None:
-        """The parked poll's time is over: answer with what there is, below the minimum too."""
+        """Answers the parked poll at the end of its time, also with less than `bytes_min`."""
         if self._parked is None:
             return
         if self._writable():
@@ -231,19 +234,19 @@ class FetchSession:
     def _arm(self, place: _Place, offset: int) -> None:
         if place.partition is None:
             self._look_up(place)
-        self._ready.pop(place, None)  # it goes to the back
+        self._ready.pop(place, None)  # arming puts it at the back
         if place.arm(offset):
             self._ready[place] = None
         elif place.partition is not None:
             place.partition.readers.add(place)
 
     def _look_up(self, place: _Place) -> None:
-        """Finds the partition. Not for good if it is not there: its topic may be on the way."""
+        """Finds the partition. A missing one is looked up again later: its topic may be new."""
         entry = place.entry
         try:
             place.partition, place.error = self._find(entry.topic, entry.topic_id, entry.partition), None
         except MetamqError as error:
-            place.error = error.with_traceback(None)  # which would keep the request
+            place.error = error.with_traceback(None)  # a traceback keeps the request in memory
 
     def _close(self, place: _Place | None) -> None:
         if place is not None:
@@ -252,10 +255,10 @@ class FetchSession:
                 place.partition.readers.discard(place)
 
     def place_ready(self, place: _Place) -> None:
-        """An armed partition got data, or closed."""
+        """Called when an armed partition has got data, or was closed."""
         self._ready[place] = None
         if self._parked is not None and not self._serve_soon:
-            # Not at once: appends of the same loop iteration go into the same answer.
+            # Later: appends of the same loop iteration go into the same answer.
             self._serve_soon = True
             self._loop.call_soon(self._serve_ready)
 
@@ -264,7 +267,7 @@ class FetchSession:
         self.serve()
 
     def serve(self) -> None:
-        """Answers the parked poll if there is enough for it. Called when the connection is writable again, too."""
+        """Answers the parked poll if enough is ready. Also called when the connection is writable again."""
         if self._parked is None or not self._ready or not self._writable():
             return
         request, poll = self._parked
@@ -274,7 +277,7 @@ class FetchSession:
             self._wait_for_more()
 
     def _has(self, bytes_min: int) -> bool:
-        """Whether what is ready suffices; looks no further than it must: where a consumer is behind, all are ready."""
+        """Returns True if enough bytes are ready. Stops early: a consumer that is behind has all partitions ready."""
         found = 0
         for place in self._ready:
             found += place.available_bytes()
@@ -290,13 +293,13 @@ class FetchSession:
     def _respond(self, request: Request, poll: Get, *, is_over: bool = False) -> None:
         results: list[GetResult] = []
         bodies: list[Buffer] = []
-        room = self._room(poll.bytes_max)
-        while self._ready and room > 0 and len(results) < FETCH_RESULTS_MAX:
+        left_bytes = self._available_bytes(poll.bytes_max)
+        while self._ready and left_bytes > 0 and len(results) < FETCH_RESULTS_MAX:
             place = next(iter(self._ready))
             del self._ready[place]
-            result, data = self._read(place, min(room, poll.partition_bytes_max))
+            result, data = self._read(place, min(left_bytes, poll.partition_bytes_max))
             results.append(result)
-            room -= result.size
+            left_bytes -= result.size
             if data:
                 bodies.append(data)
         if is_over and not self.role.is_master:
@@ -331,7 +334,7 @@ class FetchSession:
         return GetResult(place.entry.handle, number, 0, -1, -1, fields), b""
 
     def _sent_back(self, count_max: int) -> list[GetResult]:
-        """On a slave, those that have waited in vain: only the master knows if there is something to wait for."""
+        """Sends readers that waited at a slave in vain to the master: only the master knows if more data exists."""
         results: list[GetResult] = []
         for handle, place in self._places.items():
             partition = place.partition
@@ -365,7 +368,7 @@ class FetchSession:
         )
 
     def close(self) -> None:
-        """Forgets everything: the connection is gone."""
+        """Closes all partitions. The connection is closed."""
         self._parked = None
         if self._deadline is not None:
             self._deadline.cancel()
@@ -375,10 +378,11 @@ class FetchSession:
 
 
 def parted(partition: Partition, offset: int, epoch: int, role: ServingRole) -> tuple[bool, MetamqError | None]:
-    """Whether it is known if a reader's log, up to a message of an epoch, and this one have parted, and where.
+    """Compares a reader's last message, by offset and epoch, with this log.
 
-    Only a master knows in any case, and only one that is none of the past. A slave may get what the reader has, and may
-    become the master before: then it is to be looked at again.
+    Returns (True, None) if the log has that message, (True, error) if reader and log have parted, and (False, None) if
+    this replica cannot know yet. A present master always knows. A slave may still receive the message; if it becomes
+    the master first, the comparison is repeated.
     """
     log = partition.log
     if role.is_master and epoch > role.epoch:
@@ -401,7 +405,7 @@ def parted(partition: Partition, offset: int, epoch: int, role: ServingRole) -> 
 
 
 def file_place(part: FilePart, log: PartitionLog) -> FilePlace | None:
-    """Where a reader on this machine finds a part of a log. Raises as PartitionLog.epochs()."""
+    """Returns the place of a part of a log, for a reader on this machine. Raises as PartitionLog.epochs()."""
     path = os.path.abspath(part.path)
     try:
         stat = os.stat(path)
@@ -412,5 +416,5 @@ def file_place(part: FilePart, log: PartitionLog) -> FilePlace | None:
 
 
 def _not_here(error: OffsetOutOfRange) -> Fenced:
-    """What a slave says of an offset that its log does not have."""
+    """Returns the error of a slave for an offset before the start of its log."""
     return Fenced("this replica", f"its log begins at {error.start}, ask the master for {error.offset}")

@@ -1,9 +1,8 @@
-"""OFFSETS: where partitions begin and end, and which message was the first at a time.
+"""Carries out OFFSETS: the ends of partitions, and the first message at or after a time.
 
-A time is looked up in the log's files. What that may cost follows from what producers have stored: so it is done in
-slices (metamq.broker.front_door.slices), and one request has SEARCH_S_MAX of the loop's time for all its searches. What
-is not found by then is an error that says so. What was found out by then is remembered: who asks again goes on from
-there.
+The log's files are searched for the time. The cost depends on the data of producers. So the search runs in slices
+(metamq.broker.front_door.slices), and one request has SEARCH_S_MAX of the loop's time for all its searches. A search
+that is not finished by then ends with a Timeout. The log remembers its progress: the same request goes on from there.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("metamq.broker")
 
-EPOCHS_TOLD_MAX = 16
-"""Of one partition, in an answer."""
+EPOCHS_MAX = 16
+"""Epochs of one partition in an answer."""
 SEARCH_S_MAX = 2.0
 
 
@@ -46,7 +45,7 @@ class LookUps:
         self._slices = slices
 
     def offsets(self, request: Request, connection: BrokerProtocol) -> None:
-        """Answers, now or in a while. Raises ProtocolError."""
+        """Answers the request, now or later. Raises ProtocolError."""
         entries = unpack_list(OffsetsEntry, request.header)
         work = SlicedWork()
         work.steps = self._answer(request, connection, entries, work)
@@ -61,7 +60,7 @@ class LookUps:
                 results.append((yield from self._look_up(entry, work)))
                 yield
             connection.answer(request, results)
-        except Exception as error:  # a bug of ours: nobody else's work is to wait for ever
+        except Exception as error:  # a bug here must not block the work of other connections
             log.exception("request %d of %s, OFFSETS, failed", request.opaque, connection.peer)
             connection.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
 
@@ -71,7 +70,7 @@ class LookUps:
             if entry.damaged >= 0:  # also in the broker's own topics, which a slave copies
                 self._report(self._topics.find(entry.topic, entry.topic_id, entry.partition), entry.damaged)
             partition = role.find(entry.topic, entry.topic_id, entry.partition)
-            if entry.offset >= 0:  # who goes on from there wants the last word
+            if entry.offset >= 0:  # the reader goes on from there, so only the master answers
                 _is_sure, error = parted(partition, entry.offset, entry.epoch, role)
                 if error is not None:
                     raise error
@@ -83,16 +82,16 @@ class LookUps:
                 found = yield from _within_limit(partition.offset_at_time(entry.timestamp_us), work)
             start, end, epochs = log_.start_offset, log_.stable_offset, log_.epochs()
             offset, timestamp_us = found or (start if entry.timestamp_us == EARLIEST else end, -1)
-            told = epochs.after(entry.offset, end)[:EPOCHS_TOLD_MAX] if entry.offset >= 0 else []
+            following = epochs.after(entry.offset, end)[:EPOCHS_MAX] if entry.offset >= 0 else []
             epoch = epochs.epoch_of_reader(offset)
-            return OffsetsResult(status.OK, offset, timestamp_us, start, end, epoch, None, told)
+            return OffsetsResult(status.OK, offset, timestamp_us, start, end, epoch, None, following)
         except MetamqError as error:
             number, fields = status.encode_error(error)
             return OffsetsResult(number, -1, -1, -1, -1, 0, fields, [])
 
 
 def _within_limit(search: Search, work: SlicedWork) -> Search:
-    """The search, as long as the request has time left. Raises Timeout, and what the search raises."""
+    """Runs the search while the request has time left. Raises Timeout, and as the search."""
     while True:
         try:
             next(search)

@@ -1,18 +1,19 @@
 """The broker's end of one TCP connection: asyncio on one side, the sans-IO ServerConnection on the other.
 
-Backpressure runs both ways. What a client sends faster than the disk takes stays in the kernel: reading pauses while
-more than INFLIGHT_BYTES_MAX of its requests are unanswered, or memory for all connections' requests is short
-(metamq.broker.front_door.request_memory). What it does not read stays on disk: while the transport's write buffer is
-above its mark, no request of its is begun, no long poll answered, and nothing read.
+Backpressure works in both directions. If a client sends faster than the disk writes, its bytes stay in the kernel:
+reading pauses while more than INFLIGHT_BYTES_MAX of its requests are unanswered, or while the memory of all requests is
+short (metamq.broker.front_door.request_memory). If a client does not read, its data stays on disk: while the write
+buffer of the transport is above its mark, the broker begins no request of the client, answers no long poll, and reads
+no bytes.
 
-A client that holds memory owes progress: half a frame has to go on, and answers have to be read where a request waits
-for that, or the memory of all answers is used up (metamq.broker.front_door.answer_memory). The broker looks at all
-connections now and then, sweep(), and closes one that did neither since the last look but one: no timer a frame. Other
-answers may lie unread for longer, as those of a task that works on the one before. A connection that owes nothing may
-be silent for as long as it likes, once it has asked for something.
+A client that holds memory must make progress. It must continue a frame that it has begun. It must read answers if a
+request waits for that, or if the memory of all answers is used up (metamq.broker.front_door.answer_memory). sweep()
+looks at all connections at intervals, and closes a connection without progress in two intervals; so no frame needs a
+timer. Other answers may stay unread for longer: a task may still work on the answer before. A connection that holds no
+memory may be silent without limit, once it has sent a request.
 
-A client that breaks the protocol is told so and gets the end of the stream. What it still sends is thrown away for a
-moment: a socket closed over unread bytes resets the connection, and the client would not learn why.
+A client that breaks the protocol gets an error and the end of the stream. For a moment the broker still reads and
+discards its bytes: closing a socket with unread bytes resets the connection, and the client would not get the error.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ from metamq.wire.frames import Buffer, Packed
 log = logging.getLogger("metamq.broker")
 
 FOR_OPERATORS = frozenset({Command.SYNC, Command.PROMOTE, Command.STATS, Command.BRANCHES})
-"""What the places are kept for that clients do not get: see metamq.broker.front_door.admission."""
+"""The commands on kept connections, see metamq.broker.front_door.admission."""
 HELLO_TIMEOUT_S = 10.0
 GOODBYE_TIMEOUT_S = 5.0
 STALL_BYTES = 64 * 1024
-"""Half a frame that goes on by less than this between two sweeps has stalled."""
+"""A frame that grows by less than this between two sweeps has stalled."""
 WRITE_BUFFER_BYTES = 4 * 1024 * 1024
 INFLIGHT_BYTES_MAX = 64 * 1024 * 1024
 SLICED_MAX = 4
-"""Requests of a connection that are answered in slices; behind so many none is begun, nor read."""
+"""Requests of a connection in slices. At this number its next request is not begun, and its bytes are not read."""
 
 
 class Timeouts(NamedTuple):
-    """How long connections may do nothing: seconds."""
+    """Limits on idle connections, in seconds."""
 
     unread_s: float
-    """Over bytes that they do not read."""
+    """Time without reading, while there are bytes to read."""
     idle_s: float
-    """From their HELLO on, if they never ask for anything. 0 is for ever."""
+    """Time without a first request after HELLO. 0 is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class FrontDoor:
 
 
 class BrokerProtocol(asyncio.BufferedProtocol):
-    """One connection. Made by the server for each that is accepted."""
+    """One connection. The server makes it when it accepts a client."""
 
     def __init__(self, door: FrontDoor, loop: asyncio.AbstractEventLoop) -> None:
         self._admission = door.admission
@@ -104,41 +105,43 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._reading_paused = False
         self._inflight_bytes = 0
         self._large_bytes = 0
-        """The size of the large frame that is being received."""
+        """The size of the large frame in progress; 0: none."""
         self._granted = True
-        """Whether there is memory for it."""
+        """True if its memory is reserved."""
         self._received_bytes = 0
-        """Since the last sweep."""
+        """Bytes since the last sweep."""
         self._written_bytes = 0
         self._sent_bytes = 0
-        """As of the last sweep."""
+        """Bytes sent as of the last sweep."""
         self._sent_at = loop.time()
-        """When that was less, or nothing was left to be sent."""
+        """The last sweep at which bytes had been sent since the one before, or none were left."""
         self._counted_bytes = 0
-        """What the memory of answers counts of this connection."""
+        """Bytes that the budget of answers counts for this connection."""
         self._read_bytes = 0
-        """How much its client had read when its unread bytes were last counted."""
+        """Bytes that the client had read at the last count."""
         self._answer_bytes = 0
         """The size of the last answer."""
         self._empty_at_bytes = 0
-        """How much had been written when all was last seen to be read."""
+        """Bytes written at the last count at which all of them were read."""
         self._greeted_at = math.inf
-        """When it was greeted; endless once it has asked for something."""
+        """The time of its HELLO; infinite before HELLO and after the first request."""
         self._place = ConnectionFate.SERVED
         self._address = ""
         self._suspect = False
         self._waiting: deque[Request] = deque()
-        """Requests that came in while the client did not read."""
+        """Received requests that are not begun, as while the client does not read."""
         self._unpacking: Request | None = None
-        """Its header is large; in this connection's turn it is unpacked."""
+        """A request with a large header, which is unpacked in a slice."""
         self._broken: ProtocolError | None = None
         self._ended = False
         """The end of the stream was sent."""
         self._transport: asyncio.Transport | None = None
         self._link: tuple[HAConnection, HAService] | None = None
-        """Set once the peer is a slave: the connection is a stream then, and its acknowledgements wait for nothing."""
+        """The link, if the peer is a slave. The connection is a stream then, and acknowledgements wait for nothing."""
         role = door.read_role
-        self.fetches = FetchSession(role.find, role, self._answer_get, lambda: self._writable, loop, door.answers.room)
+        self.fetches = FetchSession(
+            role.find, role, self._answer_get, lambda: self._writable, loop, door.answers.available_bytes
+        )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
@@ -158,17 +161,17 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._turn_away()
 
     def _turn_away(self) -> None:
-        """Says why, and closes once the client has read it."""
+        """Sends the reason, and closes when the client has read it."""
         refusal = self._admission.refusal(self._address)
-        log.warning("%s is turned away: %s The limit on open files is %d.", self.peer, refusal, descriptors_max())
+        log.warning("%s is refused: %s The limit on open files is %d.", self.peer, refusal, descriptors_max())
         self._write(self._connection.refusal(refusal))
         self._connection.close()
         self._say_goodbye()
 
     def _hello_missing(self) -> None:
         if self._place is ConnectionFate.KEPT and self._greeted_at == math.inf and self._connection.state in AT_WORK:
-            return  # it has asked for what its place is kept for
-        wanted = "HELLO" if self._place is not ConnectionFate.KEPT else "request that the last places are kept for"
+            return  # it has sent a request that kept connections may send
+        wanted = "HELLO" if self._place is not ConnectionFate.KEPT else "request that the last connections are kept for"
         log.info("%s sent no %s within %g s: closed", self.peer, wanted, HELLO_TIMEOUT_S)
         self.abort()
 
@@ -193,14 +196,14 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                 else:
                     self._greeted(event)
         except ProtocolError as error:
-            self._connection.close()  # the frames before it are not to come out again
+            self._connection.close()  # it must not return the frames before the error again
             self._broken = error
         if self._connection.large_bytes != self._large_bytes:
             self._reserve(self._connection.large_bytes)
         self._work()
 
     def _reserve(self, size: int) -> None:
-        """A large frame has begun, or has ended (0): its request's body is counted by itself then."""
+        """Reserves memory for a large frame that has begun; 0: the frame has ended, and its body is counted separately."""
         if not self._granted:
             self._memory.withdraw(self)
         elif self._large_bytes:
@@ -209,7 +212,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._granted = not size or self._memory.reserve(size, self)
 
     def granted(self) -> None:
-        """There is memory for the large frame that has begun."""
+        """Goes on with the large frame: its memory is reserved."""
         self._granted = True
         self._regulate()
 
@@ -223,7 +226,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._say_goodbye()
 
     def _work(self) -> None:
-        """Begins the requests that came in, as long as their answers find room."""
+        """Begins received requests, while their answers can be written."""
         while self._waiting and self._unpacking is None and self._writable and self._slices.of(self) < SLICED_MAX:
             request = self._waiting.popleft()
             if isinstance(request.header, Packed):
@@ -238,7 +241,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._regulate()
 
     def _unpack_later(self, request: Request) -> None:
-        """Unpacks a large header when it is this connection's turn; its next requests wait behind it."""
+        """Unpacks a large header in a slice. The next requests of the connection wait behind it."""
         self._unpacking = request
         work = SlicedWork()
         work.steps = self._unpack(request)
@@ -260,11 +263,11 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._memory.release(len(self._waiting.pop().body))
 
     def has_less_to_do(self) -> None:
-        """One of its requests that are answered in slices is."""
+        """Goes on with waiting requests: one request in slices is done."""
         self._work()
 
     def _say_goodbye(self) -> None:
-        """Ends the stream; the client's end of it, or the time-out, closes the connection."""
+        """Ends the stream. The client's end of the stream, or the time-out, closes the connection."""
         self._deadline.cancel()
         self._ended = True
         if self._transport is not None and not self._transport.is_closing():
@@ -285,7 +288,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             or (self._inflight_bytes > 0 and self._memory.scarce and not self._large_bytes)
         )
         if pause and not self._reading_paused:
-            self._suspect = False  # it is our turn
+            self._suspect = False  # the client cannot make progress now
             self._transport.pause_reading()
         elif self._reading_paused and not pause:
             self._transport.resume_reading()
@@ -297,12 +300,12 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._processors.process(request, self)
         except MetamqError as error:
             self.answer_error(request, error)
-        except Exception as error:  # a bug of ours: told to the client and logged, and no other client suffers
+        except Exception as error:  # a bug here: the client gets an error, the others are served
             log.exception("request %d of %s, command %d, failed", request.opaque, self.peer, request.command)
             self.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
 
     def answer(self, request: Request, header: Any) -> None:
-        """Answers `request` unless the connection is gone."""
+        """Answers `request` unless the connection is closed."""
         self._done(request)
         self._write(self._connection.respond(request, header))
 
@@ -328,16 +331,16 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     @property
     def is_link(self) -> bool:
-        """Whether the peer has joined."""
+        """True if the peer has joined as a slave."""
         return self._link is not None
 
     def become_link(self, request: Request, link: HAConnection, accept: sync.Accept, service: HAService) -> None:
-        """Answers a slave's JOIN; from now on both ends push."""
+        """Answers a slave's JOIN. From then on both ends push."""
         self._link = link, service
         self._write(self._connection.accept_stream(request, accept))
 
     def _link_received(self, frame: Request) -> None:
-        """Raises ProtocolError; any other failure, such as of the disk or a bug of ours, ends the link."""
+        """Raises ProtocolError. Any other failure, of the disk or by a bug, ends the link."""
         assert self._link is not None
         link, service = self._link
         try:
@@ -352,11 +355,11 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     @property
     def writable(self) -> bool:
-        """Whether the write buffer is below its mark."""
+        """True if the write buffer is below its mark."""
         return self._writable and self._transport is not None
 
     def push(self, header: Any, bodies: list[Buffer] | None = None) -> int:
-        """Sends a frame of the stream; returns its size, 0 when the connection is gone."""
+        """Sends a frame of the stream; returns its size, or 0 if the connection is closed."""
         if self._transport is None or self._ended or self._broken is not None:
             return 0
         buffers = self._connection.push(header, bodies)
@@ -372,10 +375,10 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._answers.keep_below_ceiling(self)
 
     def count_unread(self) -> int:
-        """Returns how much this client has not read, and passes it to the memory of answers.
+        """Returns the number of unread bytes, and passes it to the memory of answers.
 
-        That has the bytes above the mark in its budget, and the memory of all answers that are not read to their end
-        below its ceiling; a slave's link has limits of its own.
+        The budget there counts bytes in buffers above the mark. The ceiling counts all answers with unread bytes. A
+        slave's link has its own limits.
         """
         unread_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
         counted_bytes = 0 if self._writable else unread_bytes
@@ -392,8 +395,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         return unread_bytes
 
     def give_up(self) -> None:
-        """Closes it for the memory of answers."""
-        self._let_go("has read nothing for longest, and unread answers take too much memory")
+        """Closes the connection, on request of the memory of answers."""
+        self._drop("has read nothing for the longest time, and unread answers take too much memory")
         self.count_unread()
 
     def pause_writing(self) -> None:
@@ -410,7 +413,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._work()
 
     def sweep(self) -> None:
-        """Closes a connection that holds memory, or a place, and makes no progress. Called every now and then."""
+        """Closes the connection if it holds memory, or a place, and makes no progress. Called at intervals."""
         if self._transport is None or self._ended or self._connection.state is not ConnectionState.OPEN:
             return
         now = self._loop.time()
@@ -425,14 +428,14 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             stalled = self._connection.in_frame and not self._reading_paused and self._received_bytes < STALL_BYTES
         self._received_bytes, self._sent_bytes = 0, sent_bytes
         if stalled and self._suspect:
-            self._let_go("has left a request half done, or an answer unread, and does not go on")
+            self._drop("has left a request half done, or an answer unread, and does not go on")
         elif now - self._sent_at > self._timeouts.unread_s:
-            self._let_go(f"has left {unsent_bytes:,} bytes unread for {now - self._sent_at:.0f} s")
+            self._drop(f"has left {unsent_bytes:,} bytes unread for {now - self._sent_at:.0f} s")
         elif self._timeouts.idle_s and now - self._greeted_at > self._timeouts.idle_s:
-            self._let_go(f"has asked for nothing in {now - self._greeted_at:.0f} s")
+            self._drop(f"has asked for nothing in {now - self._greeted_at:.0f} s")
         self._suspect = stalled
 
-    def _let_go(self, reason: str) -> None:
+    def _drop(self, reason: str) -> None:
         log.warning("%s %s: closed", self.peer, reason)
         self._answers.stalled += 1
         self.abort()
@@ -449,7 +452,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if self._unpacking is not None:
             self._waiting.append(self._unpacking)
         self._give_up_waiting()
-        self._connection.close()  # not with the garbage: this object is in a cycle, and half a frame may be large
+        self._connection.close()  # now: this object is in a cycle, and a part of a frame may be large
         self.fetches.close()
         self._connections.discard(self)
         self._slices.drop(self)
@@ -459,16 +462,16 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             service.closed_by_slave(link, str(exc) if exc else "it closed the connection")
 
     def close(self) -> None:
-        """Closes after what is written has been sent."""
+        """Closes the connection when all written bytes are sent."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Closes at once."""
+        """Closes the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     @property
     def idle(self) -> bool:
-        """Nothing is being answered."""
+        """True if no request with a body is unanswered."""
         return self._inflight_bytes == 0

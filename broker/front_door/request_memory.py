@@ -1,16 +1,17 @@
-"""The memory of requests under way, over all connections: who may read on, and who waits until some are answered.
+"""Limits the memory of unanswered requests, over all connections.
 
-Every connection is bounded by itself, but thousands of them are not. So all share one budget:
+Each connection has a bound, but thousands of connections have no common bound. So all share one budget:
 
-- a large frame (one that needs memory of its own) is read only when its *whole* size has been set aside. Then whatever
-  was begun can be finished, and connections that each hold half a frame cannot wait for one another. Who comes when
-  there is no room waits in line, unread: what it sends stays in its kernel;
-- small frames have been read before anybody can ask. They only count; while the budget is used up, or somebody waits
-  in line, a connection is not read while a request of its own is under way. So nobody small waits for the large, and
-  nobody large is overtaken for ever. Small frames exceed the budget by one shared buffer a connection, at most;
-- a frame's bytes are free again when its request is answered, or its connection is gone.
+- A large frame (a frame with memory of its own) is read only when its *whole* size is reserved. So each frame that is
+  begun can be finished, and connections with half a frame each cannot wait for one another. If the budget has too few
+  bytes left, the connection waits in a queue, and its client's bytes stay in the kernel.
+- Small frames are read before their size is known, so they only count. While the budget is used up, or a connection is
+  in the queue, a connection with an unanswered request is not read. So small frames do not wait for large ones, and a
+  large frame is not overtaken without end. Small frames exceed the budget by one shared buffer a connection, at most.
+- The bytes of a frame are free again when its request is answered, or its connection is closed.
 
-What is set aside comes back, since a connection that has memory and makes no progress is closed (BrokerProtocol.sweep).
+Reserved memory always comes back: the broker closes a connection that has memory and makes no progress
+(BrokerProtocol.sweep).
 """
 
 from __future__ import annotations
@@ -20,64 +21,64 @@ from typing import Protocol
 from metamq.wire.buffer_pool import BufferPool
 
 KEPT_BYTES = 32 * 1024 * 1024
-"""Memory of large frames that is used again; a part of it may be idle, beside what is set aside."""
+"""Bytes of large frames that are kept for reuse. A part of them may be idle, beside the reserved bytes."""
 
 
-class InLine(Protocol):
-    """A connection that waits for its turn."""
+class QueuedConnection(Protocol):
+    """A connection that waits for memory."""
 
     def granted(self) -> None:
-        """The memory was set aside."""
+        """Called when the memory is reserved."""
 
 
 class RequestMemory:
-    """The budget. Used by the broker's loop only; the figures may be read by any thread."""
+    """The budget. Used by the broker's loop only; any thread may read the figures."""
 
     def __init__(self, limit_bytes: int) -> None:
-        """At least as much as the largest frame."""
+        """`limit_bytes`: at least the size of the largest frame."""
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.rooms = BufferPool(KEPT_BYTES)
-        self._line: dict[InLine, int] = {}
+        self._queue: dict[QueuedConnection, int] = {}
 
     @property
     def waiting(self) -> int:
-        """How many stand in line."""
-        return len(self._line)
+        """The number of connections in the queue."""
+        return len(self._queue)
 
     @property
     def scarce(self) -> bool:
-        """Whether all is used up, or asked for."""
-        return self.used_bytes >= self.limit_bytes or bool(self._line)
+        """True if the budget is used up, or connections wait for it."""
+        return self.used_bytes >= self.limit_bytes or bool(self._queue)
 
-    def reserve(self, size: int, asker: InLine) -> bool:
-        """Sets memory aside for a frame; False when the asker has to wait until it is `granted`."""
-        if self._line or self.used_bytes + size > self.limit_bytes:
-            self._line[asker] = size
+    def reserve(self, size: int, connection: QueuedConnection) -> bool:
+        """Reserves memory for a frame; returns False if the connection must wait until granted() is called."""
+        if self._queue or self.used_bytes + size > self.limit_bytes:
+            self._queue[connection] = size
             return False
         self.used_bytes += size
         return True
 
-    def withdraw(self, asker: InLine) -> None:
-        """The asker does not wait any more."""
-        if self._line.pop(asker, None) is not None:
+    def withdraw(self, connection: QueuedConnection) -> None:
+        """Takes a connection out of the queue."""
+        if self._queue.pop(connection, None) is not None:
             self._grant()
 
     def take(self, size: int) -> None:
-        """These bytes are there, asked for or not."""
+        """Counts bytes that are in memory already."""
         self.used_bytes += size
 
     def release(self, size: int) -> None:
-        """These bytes are free again."""
+        """Frees bytes."""
         self.used_bytes -= size
-        if self._line:
+        if self._queue:
             self._grant()
 
     def _grant(self) -> None:
-        while self._line:
-            asker, size = next(iter(self._line.items()))
+        while self._queue:
+            connection, size = next(iter(self._queue.items()))
             if self.used_bytes + size > self.limit_bytes:
                 return
-            del self._line[asker]
+            del self._queue[connection]
             self.used_bytes += size
-            asker.granted()
+            connection.granted()

@@ -1,11 +1,11 @@
-"""Work of requests that may take long, done in slices: the loop is not held up, whatever is asked for.
+"""Runs the work of long requests in slices, so that no request blocks the loop.
 
-Work is a generator that yields between two bits of it, each of a few milliseconds at most. Connections take turns, so
-that who asks for much waits for itself; each one's work is done in the order in which it came. A slice ends after
-SLICE_S, and then the loop has as long for all else: work takes half of the loop's time at most.
+Work is a generator that yields between its steps. A step takes a few milliseconds at most. Connections take turns, so a
+connection with much work waits for itself only. The work of one connection is done in the order of its requests. A
+slice ends after SLICE_S; then the loop has the same time for other work. So slices take at most half of its time.
 
-What begins while nothing else is under way gets its first slice at once: most is done then. After a slice that took
-longer, since a bit of work did, what begins waits, too.
+Work that begins while no other work waits gets its first slice at once, and is mostly finished by it. If a step made
+the last slice longer than SLICE_S, new work waits as well.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class SliceOwner(Protocol):
     """A connection."""
 
     def has_less_to_do(self) -> None:
-        """One of its requests is done."""
+        """Called when one of its requests is done."""
 
 
 class SlicedWork:
-    """One request's. `used_s` is the loop's time that it has taken so far."""
+    """The work of one request. `used_s` is the loop's time that it has used so far."""
 
     __slots__ = ("steps", "used_s")
 
@@ -37,36 +37,36 @@ class SlicedWork:
 
 
 class Slices:
-    """Does the work of all connections. Used by the broker's loop only."""
+    """The work of all connections. Used by the broker's loop only."""
 
     def __init__(self) -> None:
         self._queues: dict[SliceOwner, deque[SlicedWork]] = {}
-        """By connection; the first one's turn is next."""
+        """The work by connection. The first connection has the next turn."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_slicing = False
 
     @property
     def waiting(self) -> int:
-        """How many requests are under way."""
+        """The number of unfinished requests."""
         return sum(map(len, self._queues.values()))
 
     def of(self, owner: SliceOwner) -> int:
-        """How many requests of one connection are under way."""
+        """Returns the number of unfinished requests of one connection."""
         return len(self._queues.get(owner, ()))
 
     def add(self, owner: SliceOwner, work: SlicedWork) -> None:
-        """Does it, now or later, until its steps are at an end: they raise nothing."""
+        """Runs the steps of `work`, now or later, to their end. Steps raise nothing."""
         self._queues.setdefault(owner, deque()).append(work)
         if self._timer is None and not self._is_slicing:
             self._slice()
 
     def drop(self, owner: SliceOwner) -> None:
-        """Gives up what a connection asked for: it is gone."""
+        """Drops the work of a connection that is closed."""
         for work in self._queues.pop(owner, ()):
             work.steps.close()
 
     def close(self) -> None:
-        """Gives up everything."""
+        """Drops all work."""
         for owner in list(self._queues):
             self.drop(owner)
         if self._timer is not None:
@@ -84,12 +84,12 @@ class Slices:
                 used_s = queue[0].used_s
                 is_done = _is_done(queue[0], until)
                 worked_s += queue[0].used_s - used_s
-                if self._queues.pop(owner, None) is None:  # it was dropped
+                if self._queues.pop(owner, None) is None:  # the connection was dropped in a step
                     continue
                 if is_done:
                     queue.popleft()
                 if queue:
-                    self._queues[owner] = queue  # at the back
+                    self._queues[owner] = queue  # its next turn is the last
                 if is_done:
                     owner.has_less_to_do()
         finally:  # an error in one request must not stop the others

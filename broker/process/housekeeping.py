@@ -1,4 +1,4 @@
-"""What a broker does now and then: retention, checkpoints, and a look at the free disk."""
+"""Housekeeping at intervals: retention, checkpoints, and the check of the free disk space."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ log = logging.getLogger("metamq.broker")
 T = TypeVar("T")
 
 DISK_CHECK_S = 0.05
-"""Short enough for what a broker writes meanwhile to fit into the reserve."""
+"""Short enough: the bytes that a broker writes in this time fit into the reserve."""
 
 
 class Housekeeping:
-    """Runs in the broker's loop, a partition at a time; what waits for the disk runs in a thread beside it.
+    """Runs in the broker's loop, one partition at a time; a thread waits for the disk.
 
-    The loop is the one thread that every log belongs to. So a log's own part of the work is done here, between two
-    steps, and the steps are carried out elsewhere: metamq.broker.log.steps says why that is safe.
+    All logs belong to the loop. So a log's state changes here, between two steps, and the thread runs the steps:
+    metamq.broker.log.steps explains why that is safe.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Housekeeping:
         self.check_disk()
 
     async def watch_disk(self) -> None:
-        """For ever. A task of its own: a round may wait long for a disk that fills up meanwhile."""
+        """Checks the disk until cancelled. It is a separate task: during a long round the disk may fill up."""
         while True:
             self.check_disk()
             await asyncio.sleep(DISK_CHECK_S)
 
     async def run(self) -> None:
-        """For ever."""
+        """Runs rounds until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.retention_check_s):
@@ -75,9 +75,9 @@ class Housekeeping:
             await self._round()
 
     def check_disk(self) -> None:
-        """Refuses writes below the reserve, accepts them again above it."""
+        """Refuses writes if less than the reserve is free, and accepts them again above it."""
         free_bytes = self._folder.free_bytes()
-        # What was promised fits on the disk beside the reserve, whatever else is written.
+        # Prepared branches must fit on the disk beside the reserve.
         reserve_bytes = self._config.disk_reserve_bytes + self._transactions.figures.promised_bytes
         full = free_bytes < reserve_bytes
         if full and self._status.disk_full is None:
@@ -102,7 +102,7 @@ class Housekeeping:
             except DiskFull as error:
                 self._trouble.lasts("some of retention and checkpoints waits", error)
             except MetamqError as error:
-                if partition.closed_by is None:  # it may have been, meanwhile
+                if partition.closed_by is None:  # an error of a partition that was closed meanwhile does not count
                     self._failed(error)
                     return
             self.check_disk()
@@ -110,7 +110,7 @@ class Housekeeping:
         self._trouble.is_over("retention and checkpoints go on")
 
     async def _look_after(self, partition: Partition) -> None:
-        # For each anew: a commit that came since this round began may have gone here.
+        # Asked for each partition: a commit since the start of this round may have appended to this one.
         keep_from, drop_before = await self._transactions.kept(partition, self._folder.generation)
         steps = partition.log.retain(time.time_ns() // 1000, keep_from, drop_before)
         for segment in await self._carry_out(partition, steps):
@@ -140,5 +140,5 @@ class Housekeeping:
                 error = raised
 
     def close(self) -> None:
-        """Waits for the step under way."""
+        """Waits for the current step."""
         self._executor.shutdown(wait=True)

@@ -1,6 +1,6 @@
-"""/metrics, /healthz and /readyz, from threads of their own, so that they answer while the event loop does not.
+"""Serves /metrics, /healthz and /readyz in threads, so that they answer while the event loop is blocked.
 
-Standard library and prometheus-client; a broker's port for scrapers needs no web framework.
+It uses the standard library and prometheus-client: a port for scrapers needs no web framework.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger("metamq.broker")
 ACCEPT_PAUSE_S = 0.2
 CONNECTIONS_MAX = 16
 DEADLINE_S = 10.0
-"""For a whole request, and its answer."""
+"""Seconds for a request and its answer."""
 HEAD_BYTES_MAX = 16 * 1024
 
 
 class _Head:
-    """A request's first lines, which may have HEAD_BYTES_MAX together: after that they are at an end."""
+    """The head of a request. After HEAD_BYTES_MAX it ends."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -62,10 +62,10 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread a request: a client that says nothing holds up neither the others nor the stop.
+    """A server with one thread per request: a silent client delays neither other clients nor the stop.
 
-    At most CONNECTIONS_MAX are served at a time, each for DEADLINE_S in all, however little comes of it. So this port
-    takes no descriptors and no threads that the broker needs.
+    It serves at most CONNECTIONS_MAX clients at a time, each for at most DEADLINE_S. So this port takes no descriptors
+    and no threads that the broker needs.
     """
 
     daemon_threads = True
@@ -73,12 +73,12 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, *args: Any) -> None:
         self._began: dict[Any, float] = {}
-        """The sockets that are served, and since when."""
+        """The start time of each request by socket."""
         self._lock = threading.Lock()
         super().__init__(*args)
 
     def get_request(self) -> tuple[Any, Any]:
-        """Without a descriptor left, the loop of socketserver would try again at once, for ever."""
+        """Pauses after an error. Without a free descriptor, the loop of socketserver would try again at once."""
         try:
             return super().get_request()
         except OSError:
@@ -87,19 +87,19 @@ class _Server(ThreadingMixIn, WSGIServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is a place; a client without one is told so."""
+        """Returns True if the client can be served. Otherwise the client gets 503."""
         with self._lock:
             if len(self._began) < CONNECTIONS_MAX:
                 self._began[request] = monotonic()
                 return True
-        log.debug("http: %s is turned away, %d are served", client_address, CONNECTIONS_MAX)
+        log.debug("http: %s is refused, %d are served", client_address, CONNECTIONS_MAX)
         with contextlib.suppress(OSError):
             request.setblocking(False)
             request.send(b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
         return False
 
     def service_actions(self) -> None:
-        """Called twice a second: ends what takes too long."""
+        """Ends requests over DEADLINE_S. Called twice a second."""
         late = monotonic() - DEADLINE_S
         with self._lock:
             for request, began in self._began.items():
@@ -108,7 +108,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                         request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:  # before it is closed: another file may have its number after that
+        with self._lock:  # before the close: afterwards another file may have its number
             self._began.pop(request, None)
         super().shutdown_request(request)
 
@@ -117,7 +117,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class StatusServer:
-    """Serves from the moment it is made. Raises ConfigError when the port is taken, TooManyThreads."""
+    """The HTTP port of a broker, from its construction on. Raises ConfigError if the port is taken, TooManyThreads."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -154,9 +154,9 @@ class StatusServer:
         return [f"{reason}\n".encode()]
 
     def close(self) -> None:
-        """Stops serving, whatever is under way."""
+        """Stops serving. Requests in progress are not finished."""
         self._server.is_stopping = True
-        # Wakes the thread; where that does nothing, outside of Linux, it looks within half a second.
+        # Wakes the thread. Outside of Linux this has no effect, and the thread notices the stop within half a second.
         with contextlib.suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()

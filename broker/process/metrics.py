@@ -1,4 +1,4 @@
-"""The broker's Prometheus metrics, collected from its statistics when they are scraped: no cost in between."""
+"""The broker's Prometheus metrics. A scrape collects them from the statistics; between scrapes they cost nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GAUGES = {
     "open_log_files": ("metamq_broker_open_log_files", "Files of logs that are open"),
     "request_bytes": ("metamq_broker_request_bytes", "Memory of requests under way"),
     "requests_held_back": ("metamq_broker_requests_held_back", "Requests that wait unread for memory"),
-    "answer_bytes": ("metamq_broker_answer_bytes", "Memory of answers that are not read"),
+    "answer_bytes": ("metamq_broker_answer_bytes", "Memory of unread answers"),
 }
 _PER_TOPIC = {
     "messages_in": ("metamq_broker_messages_in", "Messages stored"),
@@ -33,34 +33,37 @@ _PER_TOPIC = {
 _TOTALS = {
     "bytes_out": ("metamq_broker_bytes_out", "Bytes sent to consumers"),
     "fetches": ("metamq_broker_fetches", "GET requests answered"),
-    "repeats": ("metamq_broker_repeated_batches", "Batches that came again and were not stored twice"),
+    "repeats": ("metamq_broker_repeated_batches", "Batches that came again and were not stored again"),
 }
 _PER_PARTITION = {
-    "start_offset": ("metamq_log_start_offset", "The first offset that is kept"),
-    "stable_offset": ("metamq_log_stable_offset", "The end of what can be read"),
+    "start_offset": ("metamq_log_start_offset", "The first offset in the log"),
+    "stable_offset": ("metamq_log_stable_offset", "The offset up to which consumers can read"),
     "end_offset": ("metamq_log_end_offset", "The end of the log"),
     "size_bytes": ("metamq_log_size_bytes", "Bytes on disk"),
 }
 
 
 _PER_SLAVE = {
-    "lag_messages": ("metamq_replication_lag_messages", "At the master: messages that a slave does not hold yet"),
-    "lag_bytes": ("metamq_replication_lag_bytes", "At the master: bytes that a slave does not hold yet"),
-    "lag_ms": ("metamq_replication_lag_seconds", "At the master: age of the oldest batch that a slave does not hold"),
+    "lag_messages": ("metamq_replication_lag_messages", "At the master: messages that a slave lacks"),
+    "lag_bytes": ("metamq_replication_lag_bytes", "At the master: bytes that a slave lacks"),
+    "lag_ms": ("metamq_replication_lag_seconds", "At the master: age of the oldest batch that a slave lacks"),
     "in_sync": ("metamq_replication_in_sync", "At the master: 1 when a slave is in sync"),
     "sent_bytes": ("metamq_replication_sent_bytes", "At the master: bytes of logs sent to a slave, over its link"),
 }
 _UNITS = {"lag_ms": 1000}
 _TRANSACTIONS = {
-    "open": ("metamq_transactions_open", "At the master: branches that are begun and not prepared"),
+    "open": ("metamq_transactions_open", "At the master: branches that have begun and are not prepared"),
     "prepared": ("metamq_transactions_prepared", "At the master: branches that are prepared and not finished"),
     "heuristic": ("metamq_transactions_heuristic", "At the master: branches that an operator has decided about"),
-    "promised_bytes": ("metamq_transactions_promised_bytes", "At the master: what prepared branches are to bring"),
+    "promised_bytes": (
+        "metamq_transactions_promised_bytes",
+        "At the master: bytes that prepared branches will bring into partitions",
+    ),
     "journal_bytes": ("metamq_transactions_journal_bytes", "At the master: size of the journal of transactions"),
 }
-_OLDEST = "At the master: how long the oldest prepared branch has been so; 0 when there is none"
+_OLDEST = "At the master: seconds since the oldest prepared branch was prepared; 0 when there is none"
 _VERIFIED = "Bytes of logs that were verified in the background"
-_SCRUB_AGE = "Since when all logs were verified last; before the first time, since the start"
+_SCRUB_AGE = "Seconds since all logs were verified last; before the first time, since the start"
 _DAMAGED = "Partitions whose logs are known to be damaged"
 _LINKED = "At a slave: 1 when it is linked to its master"
 _RECEIVED = "At a slave: bytes of logs that came from masters"
@@ -68,7 +71,7 @@ _IN_SYNC = "At the master: replicas in sync, itself included"
 
 
 class BrokerCollector(Collector):
-    """Collects one broker."""
+    """Collects the metrics of one broker."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -89,8 +92,10 @@ class BrokerCollector(Collector):
         yield from _scrub(statistics["scrub"])
         yield GaugeMetricFamily("metamq_log_damaged_partitions", _DAMAGED, value=statistics["damaged_count"])
         flushes = statistics["flushes"]
-        yield CounterMetricFamily("metamq_broker_flushes", "Flushes of logs, each for all that wait", value=flushes)
-        text = "Connections that were closed since they did not go on, did not read, or asked for nothing"
+        yield CounterMetricFamily(
+            "metamq_broker_flushes", "Flushes of logs, each for all waiting appends", value=flushes
+        )
+        text = "Connections that were closed because they made no progress, did not read, or sent no request"
         yield CounterMetricFamily("metamq_broker_stalled_connections", text, value=statistics["stalled_connections"])
         yield self._fsyncs()
         for name, (metric, text) in _PER_TOPIC.items():
@@ -108,7 +113,7 @@ class BrokerCollector(Collector):
         found = self._broker.fsyncs()
         bounds = [*map(str, BOUNDS_S), "+Inf"]
         buckets = list(zip(bounds, accumulate(found.counts), strict=True))
-        text = "How long fsyncs took, those of files that are not logs included"
+        text = "Durations of fsyncs, also of files that are not logs"
         return HistogramMetricFamily("metamq_disk_fsync_seconds", text, buckets=buckets, sum_value=found.sum_s)
 
 
@@ -126,10 +131,10 @@ def _scrub(figures: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _replication(statistics: dict[str, Any]) -> Iterator[Metric]:
-    """The replica's role, and how its links go."""
-    text = "The term of the master that this replica is, or follows"
+    """Yields the metrics of the replica's role and of its links."""
+    text = "The epoch of the master that this replica is, or follows"
     yield GaugeMetricFamily("metamq_broker_epoch", text, value=statistics["epoch"])
-    roles = GaugeMetricFamily("metamq_replication_role", "1 for the role that this replica plays", labels=["role"])
+    roles = GaugeMetricFamily("metamq_replication_role", "1 for the role of this replica", labels=["role"])
     for role in RoleKind:
         roles.add_metric([role.value], int(role.value == statistics["role"]))
     yield roles
@@ -144,7 +149,7 @@ def _replication(statistics: dict[str, Any]) -> Iterator[Metric]:
             len(statistics["insync"]) if "insync" in statistics else None,
         ),
     ):
-        if value is not None:  # it is of the other role
+        if value is not None:  # the figure belongs to the other role
             family.add_metric([], value)
         yield family
     for name, (metric, text) in _PER_SLAVE.items():

@@ -1,7 +1,7 @@
 """A child process that ends with its parent.
 
-A parent may be killed with -9, and then can tell nobody. So the child holds the read end of a pipe of which the parent
-has the only write end: when that closes, the parent is gone, and the child ends as if it had got SIGTERM.
+A parent that is killed with -9 cannot notify its child. So the child holds the read end of a pipe, and the parent has
+the only write end. When the pipe closes, the parent is gone, and the child ends as if it had received SIGTERM.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ AFTER_PARENT_S = 5.0
 
 
 def follow_parent(stdin: int) -> None:
-    """End this process when the pipe on standard input closes, gracefully if that does not take long.
+    """Ends this process when the pipe on standard input closes: gracefully, or by force after AFTER_PARENT_S.
 
-    The descriptor is read, not the file object: a thread that waits in that would hold its lock, which Python waits
-    for, in vain, when it ends.
+    The thread reads the descriptor, not the file object. A thread that waits in the file object holds its lock, and
+    Python would wait for this lock at its exit.
     """
 
     def watch() -> None:

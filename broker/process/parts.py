@@ -1,4 +1,4 @@
-"""Puts the parts of a broker together: its role, what carries out requests, and the work beside them."""
+"""Puts the parts of a broker together: its role, the processors of requests, and background work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a broker on the fastest event loop there is."""
+"""Runs a broker on the fastest event loop of the platform."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from metamq.private_files import restrict_process
 from metamq.zk.paths import DEFAULT_ROOT
 
 COLLECTED_AFTER = 20_000
-"""So many new objects make the garbage collector look through the young ones; Python's own 700 are a few requests."""
+"""New objects per run of the garbage collector over young objects. Python's default of 700 is a few requests."""
 
 
 def run_broker(
     config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None] = lambda _: None
 ) -> int:
-    """Blocks until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises what a start can fail with."""
+    """Runs a broker until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises as Broker.start()."""
     restrict_process()
-    gc.freeze()  # modules and classes: nothing of these is ever garbage
+    gc.freeze()  # modules and classes never become garbage
     gc.set_threshold(COLLECTED_AFTER, *gc.get_threshold()[1:])
     work = serve(config, zookeeper, root=root, ready=ready)
     if sys.platform == "win32":

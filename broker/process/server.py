@@ -1,13 +1,14 @@
-"""The broker process: start in the right order, follow ZooKeeper, stop without losing anything.
+"""The broker process: its start, its run, its stop and its failure.
 
 start   lock the data folder → bind the port → wait for ZooKeeper → read the topics → recover their logs → become
-        master under a new epoch → serve → register the topics. Nobody can find a broker that has not finished recovery.
-run     topics follow their configuration; a lost session means becoming master and registering anew; cut off from
-        ZooKeeper the broker goes on serving readers; producers, too, if it never had a slave, else until its lease
+        master under a new epoch → serve → register the topics. No client can find a broker before recovery ends.
+run     Topics follow their configuration. After a lost session the broker becomes master and registers again. Without
+        ZooKeeper the broker serves readers; it serves producers, too, if it never had a slave, else until its lease
         ends.
-stop    withdraw from ZooKeeper → stop accepting → answer what is under way → flush → close the logs cleanly.
-fail    the first failed write or fsync: acknowledge nothing more, say why, end with status 1. What the disk holds
-        after it is not known to anybody, so nothing is flushed or closed cleanly; recovery looks at it.
+stop    withdraw from ZooKeeper → stop accepting → answer unanswered requests → flush → close the logs cleanly.
+fail    After the first failed write or fsync the broker acknowledges nothing more, logs the reason, and ends with
+        status 1. The content of the disk is unknown then, so the broker flushes nothing and closes no log cleanly;
+        recovery examines the logs.
 """
 
 from __future__ import annotations
@@ -63,17 +64,17 @@ log = logging.getLogger("metamq.broker")
 
 RETRY_S = 1.0
 TOPICS_AT_ONCE = 64
-"""Topics that are read side by side: one after the other, each would take a round trip to ZooKeeper."""
+"""Topics that are read at the same time. In sequence, each would take a round trip to ZooKeeper."""
 STALL_S = 30.0
-"""How long half a frame may stay as it is, at least; twice as long at most."""
+"""Seconds between two looks at stalled connections. A connection is closed after one to two of them."""
 OPEN_FILES_LEAST = 128
 OPEN_FILES_MOST = 1 << 16
 OPENED_ELSEWHERE = 64
-"""Descriptors for all that is neither a cached file of a log nor a client: flushes, folders, ZooKeeper, the loop."""
+"""Descriptors for other uses than cached log files and clients: flushes, folders, ZooKeeper, the loop."""
 
 
 class Broker:
-    """One broker. `start()`, then `wait()` until it is to end, then `stop()`."""
+    """One broker process. Its owner calls start(), wait() until it must end, then stop()."""
 
     def __init__(self, config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT) -> None:
         self.config = config
@@ -88,7 +89,7 @@ class Broker:
         self._beat = time.monotonic()
 
     async def start(self) -> None:
-        """Brings the broker up, as described above. Raises ConfigError, ConnectError, CorruptData, StorageError."""
+        """Starts the broker, see the module. Raises ConfigError, ConnectError, CorruptData, StorageError."""
         config = self.config
         self._folder = await self._opened_folder()
         try:
@@ -102,9 +103,9 @@ class Broker:
             self._session = await Session.open(
                 self._zookeeper,
                 timeout_ms=config.session_timeout_ms,
-                connect_timeout_s=None,  # it may be started after us
+                connect_timeout_s=None,  # ZooKeeper may be started after the broker
                 root=self._root,
-                make_chroot=not self._folder.cluster_id,  # an old folder finds its own, or is refused
+                make_chroot=not self._folder.cluster_id,  # an old folder must find its own cluster
                 on_state=self._session_state,
             )
             self._flusher = Flusher(self.fail)
@@ -144,29 +145,29 @@ class Broker:
         )  # fmt: skip
 
     async def _opened_folder(self) -> DataFolder:
-        """The data folder; on a full disk as soon as there is room."""
+        """Opens the data folder. On a full disk it waits for free space."""
         trouble = Trouble()
         while True:
             try:
                 return DataFolder.open(Path(self.config.data), self.config.id, self.config.replica)
             except DiskFull as error:
-                trouble.lasts(f"broker {self.config.id} waits for room on its disk", error)
+                trouble.lasts(f"broker {self.config.id} waits for space on its disk", error)
                 await asyncio.sleep(RETRY_S)
 
     async def _until_answered(self, step: Callable[[], Awaitable[None]]) -> None:
-        """A step of the start; again from its beginning when ZooKeeper goes away in the middle of it."""
+        """Runs a step of the start, again from its beginning if ZooKeeper, space or descriptors are missing."""
         while True:
             await self._session.connected()
             try:
                 return await step()
             except (ConnectError, *SHORTAGES) as error:
-                names = {DiskFull: "room on its disk", TooManyOpenFiles: "descriptors"}
+                names = {DiskFull: "space on its disk", TooManyOpenFiles: "descriptors"}
                 what = names.get(type(error), "ZooKeeper")
                 log.info("broker %d waits for %s: %s", self.config.id, what, error)
                 await asyncio.sleep(RETRY_S)
 
     def _make_parts(self, connections_max: int) -> None:
-        """Makes what serves clients, over the topics; the role is still to be taken."""
+        """Makes the parts above the topics. The replica has no role yet."""
         parts = self._parts = make_parts(
             self.config,
             self._folder,
@@ -199,19 +200,19 @@ class Broker:
 
     @property
     def host(self) -> str:
-        """The host that clients are told."""
+        """The host that the broker registers for its clients."""
         if self.config.advertise:
             return self.config.advertise
         return socket.gethostname() if self.config.host in ("0.0.0.0", "::") else self.config.host
 
     @property
     def http_port(self) -> int:
-        """The port of /metrics, -1 when it is not served."""
+        """The port of /metrics; -1: none."""
         return self._status.port if self._status is not None else -1
 
     @property
     def name(self) -> str:
-        """For people: which replica this is, and its role."""
+        """The replica and its role, for people."""
         role = self._parts.status.role
         names = {RoleKind.MASTER: f"the master, epoch {role.epoch}", RoleKind.SLAVE: "a slave"}
         return f"replica {self._folder.replica} of broker {self.config.id} ({names.get(role.kind, role.kind.value)})"
@@ -236,11 +237,11 @@ class Broker:
 
     @property
     def epoch(self) -> int:
-        """The term of the master that this replica is, or was last."""
+        """The newest epoch in which this replica was the master."""
         return self._parts.status.role.epoch
 
     async def _check_zookeeper(self) -> None:
-        """Refuses a ZooKeeper that never saw this broker: in front of an empty one all topics would seem deleted."""
+        """Refuses a ZooKeeper that does not know this broker: with an empty ZooKeeper all topics would seem deleted."""
         topics = {folder.topic for folder in self._folder.topics()} - {JOURNAL}
         if topics and await read_state(self._session, self.config.id) is None:
             is_ours = await known_cluster_id(self._session) == self._folder.cluster_id
@@ -254,7 +255,7 @@ class Broker:
         await self._check_not_copied()
 
     async def _check_cluster(self) -> None:
-        """Refuses a ZooKeeper of another cluster, and an empty one. Only a new folder makes anything there."""
+        """Refuses a ZooKeeper of another cluster, and an empty one. Only a new folder creates nodes there."""
         if self._folder.cluster_id:
             self._folder.check_cluster(await known_cluster_id(self._session))
         else:
@@ -262,20 +263,23 @@ class Broker:
             self._folder.join_cluster(await cluster_id(self._session))
 
     async def _check_not_replaced(self) -> None:
-        """A new folder in the place of one that is lost is no member of the in-sync set, whatever stands there."""
+        """Gives a new folder in the place of a lost one a new incarnation: the in-sync set does not contain it then."""
         former = await self._incarnations_before()
         if former:
             reason = "is new, and what the replica had in another one is gone"
             self._folder.begin_after(max(former), reason, is_older=True)
 
     async def _check_not_copied(self) -> None:
-        """Nor is a copy of the folder, or an original in whose place a copy has been since: the replica went on with
-        the other one. Who runs with that is left alone: as long as it may live, nothing is changed here."""
+        """Gives a new incarnation to a copy of the folder, and to an original after a copy was used in its place.
+
+        The replica may have gone on with the other folder. While a process with that folder may live, nothing is
+        changed here.
+        """
         is_older = True
         if self._folder.is_copy:
             reason = "is a copy, or was moved to another disk: it may be older than what the replica had last"
             is_older = not await self._is_complete_copy()
-        elif max(await self._incarnations_told(), default=0) > self._folder.incarnation:  # in a folder, it only rises
+        elif max(await self._known_incarnations(), default=0) > self._folder.incarnation:  # in a folder, it only rises
             reason = "is not the one that the replica used last: it lacks what was stored in that one"
         else:
             return
@@ -283,31 +287,31 @@ class Broker:
         self._folder.begin_after(max(former, default=0), reason, is_older=is_older)
 
     async def _is_complete_copy(self) -> bool:
-        """Whether it was copied after a clean stop, and no term has begun since."""
+        """Returns True if the folder was copied after a clean stop, and no epoch has begun since."""
         stored = await read_state(self._session, self.config.id)
         return self._folder.was_clean and stored is not None and stored[0].epoch == self._folder.epoch
 
     async def _incarnations_before(self) -> list[int]:
-        """Those of a time when this replica had another folder. Raises ConfigError when another process is this
-        replica now: a living one has lost nothing."""
+        """Returns the incarnations of this replica with another folder. Raises ConfigError if another living process is
+        this replica: it has lost nothing."""
         await until_alone(self._session, self._registration())
-        return await self._incarnations_told()
+        return await self._known_incarnations()
 
-    async def _incarnations_told(self) -> list[int]:
-        """What stands in ZooKeeper of this replica."""
+    async def _known_incarnations(self) -> list[int]:
+        """Returns the incarnations of this replica that ZooKeeper knows."""
         stored = await read_state(self._session, self.config.id)
         if stored is None:
             return []
-        told = [incarnation for replica, incarnation in stored[0].insync if replica == self._folder.replica]
-        if not told and stored[0].master == self._folder.replica:
+        found = [incarnation for replica, incarnation in stored[0].insync if replica == self._folder.replica]
+        if not found and stored[0].master == self._folder.replica:
             return [self._folder.incarnation]
-        return told
+        return found
 
     async def _read_topics(self) -> None:
-        """Applies every topic's configuration, and watches all of them.
+        """Applies the configuration of every topic, and watches all of them.
 
-        A topic that is not listed is removed from the disk. So a list counts only where it comes from the ZooKeeper
-        whose cluster was looked at: a replaced one does not know the session, which has another generation then.
+        A topic that is not listed is removed from the disk. So a list counts only if it comes from the ZooKeeper whose
+        cluster was checked. A replaced ZooKeeper does not know the session; the session's generation differs then.
         """
         generation = self._session.generation
         await self._check_cluster()
@@ -341,7 +345,7 @@ class Broker:
             self._topics_changed.clear()
             try:
                 await self._read_topics()
-                await self._parts.keeper.settle()  # a log that was opened may lack something
+                await self._parts.keeper.settle()  # a log that was opened may lack messages
                 await self._parts.keeper.offer()
                 if (full := self._topics.without_room()) is not None:
                     raise full.with_traceback(None)
@@ -353,19 +357,19 @@ class Broker:
 
     def _session_state(self, state: SessionState) -> None:
         if state is SessionState.LOST:
-            log.warning("the ZooKeeper session is lost: registering anew when there is a new one")
-            self._topics_changed.set()  # the watches were those of the lost session
+            log.warning("the ZooKeeper session is lost: registering again with the next one")
+            self._topics_changed.set()  # its watches are lost as well
             if hasattr(self, "_parts"):
                 self._parts.keeper.look_again()
 
     async def _beats(self) -> None:
-        """Shows /healthz that the loop turns."""
+        """Notes for /healthz that the loop turns."""
         while True:
             self._beat = time.monotonic()
             await asyncio.sleep(0.5)
 
     async def _sweeps(self) -> None:
-        """Looks for clients that hold memory and do not go on."""
+        """Closes clients that hold memory and make no progress."""
         while True:
             await asyncio.sleep(STALL_S)
             for connection in list(self._connections):
@@ -380,7 +384,7 @@ class Broker:
                 self.fail(MetamqError(f"internal error: {error!r}"))
 
     def fail(self, error: MetamqError) -> None:
-        """The broker must not go on: end it with this error."""
+        """Ends the broker with this error. It must not go on."""
         if self.failure is None:
             self.failure = error
             log.critical("broker %d stops: %s", self.config.id, error)
@@ -393,7 +397,7 @@ class Broker:
         self._ended.set()
 
     async def wait(self) -> None:
-        """Until end() or fail()."""
+        """Waits until end() or fail()."""
         await self._ended.wait()
 
     async def stop(self) -> None:
@@ -423,7 +427,7 @@ class Broker:
         log.info("broker %d has stopped", self.config.id)
 
     async def _drain(self) -> None:
-        """Answers what is under way, up to the drain time-out, and flushes."""
+        """Answers the unanswered requests and flushes, up to the drain time-out."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_timeout_s):
                 await self._flusher.drain()
@@ -432,7 +436,7 @@ class Broker:
                     await self._flusher.drain()
 
     async def _abandon(self) -> None:
-        """Undoes a start that failed half way."""
+        """Undoes a failed start."""
         if hasattr(self, "_status") and self._status is not None:
             self._status.close()
         if hasattr(self, "_acceptor"):
@@ -455,12 +459,12 @@ class Broker:
         self._folder.close(clean=False)
 
     def health(self) -> tuple[bool, str]:
-        """Whether the event loop turns. Any thread."""
+        """Returns True if the event loop turns, and a text. Any thread."""
         late_s = time.monotonic() - self._beat
         return late_s < 5, f"the event loop last turned {late_s:.1f} s ago"
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether clients are served as they should be. Any thread."""
+        """Returns True if clients are fully served, and a text. Any thread."""
         broken = self._topics.broken()
         reason = self._ready_reason or self._parts.keeper.readiness()
         if reason:
@@ -472,7 +476,7 @@ class Broker:
         return True, f"epoch {self.epoch}, {count(len(self._topics.counts()), 'topic')}"
 
     def statistics(self) -> dict[str, object]:
-        """What STATS answers, and what the metrics have besides. Any thread."""
+        """Returns the fields of an answer to STATS, and further figures for metrics. Any thread."""
         return {
             **self._parts.stats.statistics(),
             "connections": len(self._connections),
@@ -485,14 +489,14 @@ class Broker:
         }
 
     def fsyncs(self) -> Histogram:
-        """How long the fsyncs took. Any thread."""
+        """Returns the durations of fsyncs. Any thread."""
         return self._sync_times.snapshot()
 
 
 def shares(limit: int, open_files_max: int) -> tuple[int, int]:
-    """Of the process's limit on open files: what the logs' files and what connections take at most.
+    """Splits the process's limit on open files; returns the shares of log files and of connections.
 
-    Raises ConfigError where that is too little.
+    Raises ConfigError if the limit is too low.
     """
     if limit < OPEN_FILES_LEAST:
         raise ConfigError(
@@ -504,7 +508,7 @@ def shares(limit: int, open_files_max: int) -> tuple[int, int]:
 
 
 def _raised_open_files_limit() -> int:
-    """The process's limit on open files, raised as far as it goes."""
+    """Raises the process's limit on open files as far as possible, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):
@@ -520,7 +524,7 @@ async def serve(
     broker = Broker(config, zookeeper, root=root)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` sets SIG_IGN
             loop.add_signal_handler(number, broker.end)
     if not await _started(broker):
         log.info("broker %d was stopped before it was up", config.id)
@@ -532,7 +536,7 @@ async def serve(
 
 
 async def _started(broker: Broker) -> bool:
-    """Brings the broker up; False when it was asked to end before that, and has undone what it did."""
+    """Starts the broker. Returns False if it was asked to end before; the start is undone then."""
     start, end = asyncio.ensure_future(broker.start()), asyncio.ensure_future(broker.wait())
     try:
         await asyncio.wait({start, end}, return_when=asyncio.FIRST_COMPLETED)

@@ -246,7 +246,7 @@ def test_a_disk_that_is_full_all_the_same_ends_nothing(parts: Cluster, small_dis
     small_disk.use_up_files()
     broker.kill()
     broker.start(wait=False)
-    wait_until(lambda: "waits for room on its disk" in broker.log_path.read_text(), what="a start without room")
+    wait_until(lambda: "waits for space on its disk" in broker.log_path.read_text(), what="a start without room")
     small_disk.empty()
     broker.wait_ready(SLOW_S)
     assert broker.stop() == 0
@@ -258,7 +258,7 @@ def test_a_new_broker_on_a_full_disk_waits_for_room(parts: Cluster, small_disk: 
     broker.log_path = tmp_path / "broker.log"
     parts.brokers.append(broker)
     broker.start(wait=False)
-    wait_until(lambda: "waits for room on its disk" in broker.log_path.read_text(), what="a start without room")
+    wait_until(lambda: "waits for space on its disk" in broker.log_path.read_text(), what="a start without room")
     small_disk.empty()
     broker.wait_ready(SLOW_S)
     assert broker.stop() == 0

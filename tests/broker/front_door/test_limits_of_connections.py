@@ -282,7 +282,7 @@ def test_what_becomes_of_each() -> None:
     counted = Admission(2, per_address_max=30)
     found = [counted.enter(f"host {n}") for n in range(2 + admission.SLOTS_KEPT + admission.LINGERING_MAX + 1)]
     expected = [ConnectionFate.SERVED] * 2 + [ConnectionFate.KEPT] * admission.SLOTS_KEPT
-    assert found == [*expected, *[ConnectionFate.TOLD] * admission.LINGERING_MAX, ConnectionFate.CLOSED]
+    assert found == [*expected, *[ConnectionFate.REFUSED] * admission.LINGERING_MAX, ConnectionFate.CLOSED]
     for n in range(len(found)):
         counted.leave(f"host {n}")
     assert [counted.enter("one") for _ in range(2)] == [ConnectionFate.SERVED] * 2
