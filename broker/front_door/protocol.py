@@ -157,7 +157,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._place = self._admission.enter(self._address)
         if self._place is ConnectionFate.CLOSED:
             self.abort()
-        elif self._place is ConnectionFate.TOLD:
+        elif self._place is ConnectionFate.REFUSED:
             self._turn_away()
 
     def _turn_away(self) -> None:
@@ -203,7 +203,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._work()
 
     def _reserve(self, size: int) -> None:
-        """Reserves memory for a large frame that has begun; 0: the frame has ended, and its body is counted separately."""
+        """Reserves memory for a large frame that has begun. At its end (0) its body is counted separately."""
         if not self._granted:
             self._memory.withdraw(self)
         elif self._large_bytes:

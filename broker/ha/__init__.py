@@ -1,4 +1,4 @@
-"""Replication: a master and its slaves, who of them is in sync, and what becomes of logs that differ."""
+"""Replication: the role of a replica, the links between a master and its slaves, and the in-sync set."""
 
 if __name__ != "metamq.broker.ha":
     raise ImportError(

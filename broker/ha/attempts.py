@@ -1,4 +1,4 @@
-"""When a slave tries to link up with its master: pauses that grow while it fails, unless somebody is in a hurry."""
+"""The attempts of a slave to link to its master. The pause grows after each failure; hurry() skips it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAUSE_MAX_S = 1.0
 
 
 class HAState(enum.Enum):
-    """Where the slave's end of the link is in its life."""
+    """The state of the slave's end of the link."""
 
     READY = "ready"
     HANDSHAKE = "handshake"
@@ -30,25 +30,25 @@ class LinkAttempts:
         self._decided = asyncio.Event()
 
     def begin(self) -> None:
-        """One begins."""
+        """Notes that an attempt begins."""
         self._hurried.clear()
 
     def linked(self) -> None:
-        """There is a link."""
+        """Notes that there is a link."""
         self._pause_s = PAUSE_FIRST_S
         self._decided.set()
 
     def failed(self, error: MetamqError) -> None:
-        """There is none; perhaps since nobody is there."""
+        """Notes a failed attempt. A ConnectError decides it: no process is at the address."""
         if isinstance(error, ConnectError):
             self._decided.set()
 
     def hurry(self) -> None:
-        """The next one begins without a pause."""
+        """Lets the next attempt begin without a pause."""
         self._hurried.set()
 
     async def pause(self) -> None:
-        """Between two of them."""
+        """Waits between two attempts."""
         try:
             async with asyncio.timeout(self._pause_s):  # wait_for() of Python 3.11 may lose a cancellation
                 await self._hurried.wait()
@@ -56,7 +56,7 @@ class LinkAttempts:
             self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
 
     async def outcome(self, wait_s: float) -> None:
-        """Hurries, and returns as soon as there is a link or nobody to link with; after this time in any case."""
+        """Hurries, and waits for a link or a ConnectError, at most `wait_s`."""
         self._decided.clear()
         self.hurry()
         with contextlib.suppress(TimeoutError):

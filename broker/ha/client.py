@@ -1,19 +1,19 @@
 """HAClient: the slave's side of replication.
 
-    READY       no link: connects to the master as soon as it is known where it is, with growing pauses
-    HANDSHAKE   joined; what each partition's log has is told, and the master says where to go on
-    TRANSFER    applies what comes, acknowledges it
-    SHUTDOWN    stopped for good
+    READY       no link: connects to the master when its address is known, with growing pauses
+    HANDSHAKE   joined: sends the ends and epochs of its logs, and the master decides where each goes on
+    TRANSFER    applies frames and acknowledges them
+    SHUTDOWN    stopped
 
 Theory of operation
 -------------------
-What comes is applied in the order in which it comes: whole batches, each checked against both of its checksums and
-against the end of its log. After each piece of input one acknowledgement goes out, for all of it: up to which sequence
-number everything is written (held), and up to which everything that is to be flushed has been (flushed). Fsyncs run
-beside the loop, many batches each.
+Frames are applied in the order in which they arrive. They have whole batches. Each batch is checked against both of its
+checksums and against the end of its log. After each piece of input one acknowledgement is sent for all of it, with two
+sequence numbers: everything up to the first is written (held), and everything up to the second that must be flushed is
+flushed. Fsyncs run beside the loop, each for many batches.
 
-Anything that does not fit (a gap, a wrong epoch, damage) ends the link; the next handshake finds out where it is to
-go on. Nothing is ever skipped.
+Anything that does not fit (a gap, a wrong epoch, damage) ends the link. The next handshake decides where to go on. No
+frame is ever skipped.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ log = logging.getLogger("metamq.broker")
 JOIN_TIMEOUT_S = 5.0
 ATTACH_AGAIN_S = 0.2
 DECIDING_S = 0.02
-"""So long the loop is busy with what the master has said of partitions, before others have their turn."""
+"""Seconds in one turn of the loop for the master's decisions about partitions."""
 HEARTBEATS_MISSED_MAX = 3
 
 
 class HAClient:
     """The link of this replica to its master. Used by the broker's loop only.
 
-    `follow()` says who the master is; `run()` keeps a link to it until `close()`. `failed` is called when the disk
-    fails: the broker has to end.
+    follow() sets the master; run() keeps a link to it until it is cancelled. `failed` is called when the disk fails:
+    the broker must end.
     """
 
     def __init__(
@@ -70,14 +70,15 @@ class HAClient:
         full: Callable[[], DiskFull | None],
         failed: Callable[[MetamqError], None],
     ) -> None:
-        """`known_epoch` tells the highest epoch of this replica, `begun` stores that one has begun.
+        """`known_epoch` returns the highest epoch that this replica knows, `begun` stores a newer one.
 
-        `full` tells why nothing can be stored at present: without room there is no link, and the disk is left to
-        retention and to a person."""
+        `full` returns the reason why nothing can be stored now. On a full disk there is no link: retention or an
+        operator must free space first. `followed` stores a generation when all logs have followed to it.
+        """
         self.state = HAState.READY
         self.epoch = 0
         self.received_bytes = 0
-        """Of logs, since this replica became a slave."""
+        """Bytes of logs received since this replica became a slave."""
         self._registration = registration
         self._topics = topics
         self._flusher = flusher
@@ -90,23 +91,23 @@ class HAClient:
         self.full = full
         self._failed = failed
         self.master: BrokerAddress | None = None
-        """Who is followed; None: there is nobody."""
+        """The master to follow, or None."""
         self.readable: set[Partition] = set()
-        """Partitions that hold all that is stable, or did once while this replica was linked: they may be offered."""
+        """Partitions that have held all stable messages at some time on a link. The keeper may offer them to readers."""
         self._changed = asyncio.Event()
         self.attempts = LinkAttempts()
         self._link: _Link | None = None
         self._trouble = Trouble()
         self._damaged: OffsetsEntry | None = None
-        """What came damaged, of which the master is still to be told."""
+        """A batch that came damaged and is not reported to the master yet."""
 
     @property
     def incarnation(self) -> int:
-        """Which one this replica is now."""
+        """The present incarnation of this replica."""
         return self._registration().incarnation
 
     def follow(self, master: BrokerAddress | None) -> None:
-        """Who the master is now; None: there is none."""
+        """Sets the master to follow, or None."""
         if master != self.master:
             self.master = master
             self._changed.set()
@@ -115,7 +116,7 @@ class HAClient:
                 self._link.end(ConnectError("the master", "it is another one now"))
 
     async def run(self) -> None:
-        """Links up, again and again, until cancelled."""
+        """Links to the master again and again, until cancelled."""
         try:
             while True:
                 self._changed.clear()
@@ -142,8 +143,8 @@ class HAClient:
             self.state = HAState.SHUTDOWN
 
     async def _serve_while_it_is(self, master: BrokerAddress) -> MetamqError:
-        """As _serve(), but ends as soon as another one is to be followed, also in the middle of a handshake: a former
-        master that hangs, or is cut off from ZooKeeper, would hold this slave up, or keep it."""
+        """Runs _serve(), and ends it when the master changes, also in the middle of a handshake: a former master that
+        hangs, or is cut off from ZooKeeper, must not keep this slave."""
         serving = asyncio.ensure_future(self._serve(master))
         changed = asyncio.ensure_future(self._changed.wait())
         try:
@@ -157,7 +158,7 @@ class HAClient:
             await asyncio.gather(serving, changed, return_exceptions=True)
 
     async def _serve(self, master: BrokerAddress) -> MetamqError:
-        """One link, from its making to its end; returns why it ended. Raises what kept it from beginning."""
+        """Runs one link; returns the reason for its end. Raises the error if the link did not begin."""
         self.state = HAState.HANDSHAKE
         connection = await BrokerConnection.open(master.host, master.port)
         link = _Link(self, connection, self._topics, self._flusher)
@@ -174,11 +175,11 @@ class HAClient:
             frame = sync.unpack_from_master(accept)
             if not isinstance(frame, sync.Accept):
                 raise ProtocolError(f"{master.address} answered a Join with {type(frame).__name__}")
-            if frame.epoch < self._known_epoch():  # it would cut what a later master wrote
+            if frame.epoch < self._known_epoch():  # it would cut messages of a later master
                 what = f"replica {master.replica} of broker {me.broker_id}"
                 reason = f"it is in epoch {frame.epoch}, and this replica has seen epoch {self._known_epoch()}"
                 raise Fenced(what, reason)
-            self._begun(frame.epoch)  # durably, before anything of it is applied
+            self._begun(frame.epoch)  # durably, before a frame of the epoch is applied
             self.epoch = frame.epoch
             self._link = link
             self._trouble.is_over(f"linked to the master at {master.address} again")
@@ -191,53 +192,53 @@ class HAClient:
             link.close()
             await connection.close()
 
-    # -- what the broker tells ----------------------------------------------------------------------------------------
+    # -- events in the broker -----------------------------------------------------------------------------------------
 
     def opened(self, partition: Partition) -> None:
-        """A partition was opened here: its topic was made or enlarged."""
+        """Attaches a partition that was opened here: its topic was created or enlarged."""
         if self._link is not None:
             self._link.attach([partition])
 
     def closed(self, partition: Partition) -> None:
-        """A partition was closed here: its topic was deleted."""
+        """Detaches a partition that was closed here: its topic was deleted."""
         self.readable.discard(partition)
         if self._link is not None:
             self._link.detach(partition)
 
     def flushes_now(self, partition: Partition) -> None:
-        """From now on only what is flushed of a partition counts: also of what it has."""
+        """Flushes a partition of which from now on only flushed messages count, also those that it has already."""
         if self._link is not None:
             self._link.flushes_now(partition)
 
     def holds_stable(self, partition: Partition) -> None:
-        """A partition holds all that the master says is stable."""
+        """Notes that a partition holds all messages that are stable at the master."""
         if partition not in self.readable:
             self.readable.add(partition)
             self._readable_changed()
 
     def came_damaged(self, partition: Partition, damage: CopyDamaged) -> None:
-        """The copy of a partition came damaged: on the way, or the master's log is."""
+        """Notes a batch that came damaged: on the way, or in the master's log."""
         place = partition.topic, partition.topic_id, partition.index
         self._damaged = OffsetsEntry(*place, LATEST, damaged=damage.offset)
 
     async def _report_damage(self, master: BrokerAddress) -> None:
-        """Tells the master what came damaged, so that it verifies its log. Else the next link may end the same way."""
+        """Reports the damaged batch, so that the master verifies its log. Otherwise the next link may end the same way."""
         entry, self._damaged = self._damaged, None
         if entry is not None:
             await report_to(master, entry)
 
     @property
     def linked(self) -> bool:
-        """Whether the master has accepted this replica."""
+        """True if the master has accepted this replica."""
         return self._link is not None
 
     def say_goodbye(self) -> None:
-        """This replica stops: its master is not to wait for it."""
+        """Informs the master that this replica stops: it must not wait for this replica."""
         if self._link is not None:
             self._link.say_goodbye()
 
     async def hand_over(self, wait_ms: int) -> None:
-        """Asks the master to stop writing, and waits until this replica holds all of it.
+        """Asks the master to stop writing, and waits until this replica holds all its messages.
 
         Raises ConnectError without a link, Timeout, NotEnoughReplicas or Fenced with the master's reason.
         """
@@ -265,13 +266,13 @@ class _Link:
         self._undecided: set[int] = set()
         """Handles for which the master has not said where to go on."""
         self._waiting: set[Partition] = set()
-        """Those of which it has said that it cannot say yet."""
+        """Partitions for which the master cannot decide yet."""
         self._deciding: deque[sync.AttachResult] = deque()
-        """What the master has said of partitions, and is still to be done."""
+        """Decisions of the master that are not carried out yet."""
         self._early: list[tuple[Any, memoryview]] = []
-        """What came before the link has begun, or behind what is still to be done."""
+        """Frames that came before the link began, or behind open decisions."""
         self._not_yet_stable: dict[Partition, int] = {}
-        """Up to where the master says that it is stable, of partitions that end before that."""
+        """The master's stable position of partitions that end before it."""
         self._ack_soon = False
         self._handed_over: asyncio.Future[sync.HandedOver] | None = None
         self._heard_at = self._spoke_at = self.loop.time()
@@ -282,7 +283,7 @@ class _Link:
         connection.closed.add_done_callback(lambda gone: self.end(gone.result()))
 
     def begin(self, accept: sync.Accept) -> None:
-        """The master has accepted: tells it what there is here."""
+        """Begins the link that the master has accepted, and attaches all partitions."""
         self._epoch = accept.epoch
         self._heartbeat_s = accept.heartbeat_ms / 1000
         self._generation = accept.generation
@@ -297,7 +298,7 @@ class _Link:
             self.received(header, body)
 
     def end(self, error: MetamqError) -> None:
-        """Ends the link, for this reason."""
+        """Ends the link with this error."""
         if not self.ended.done():
             self.ended.set_result(error)
         if self._handed_over is not None and not self._handed_over.done():
@@ -305,7 +306,7 @@ class _Link:
             self._handed_over.exception()
 
     def close(self) -> None:
-        """Nothing of the link is acted upon any more."""
+        """Stops all work of the link."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -315,11 +316,11 @@ class _Link:
     # -- handshake ----------------------------------------------------------------------------------------------------
 
     def attach(self, partitions: list[Partition]) -> None:
-        """Tells the master what these partitions' logs have; as who joined, or not at all."""
+        """Sends the state of these logs to the master. Ends the link if the incarnation has changed since the join."""
         if self._client.incarnation != self._incarnation:
             self.end(ConnectError("the master", "a log lacks what it had: this replica joins as another one"))
             return
-        told = []
+        attached = []
         for partition in (one for one in partitions if one.closed_by is None):
             try:
                 epochs: list[tuple[int, int, int]] = list(partition.log.epochs().entries)
@@ -329,29 +330,29 @@ class _Link:
             except MetamqError as error:
                 self.end(error)
                 return
-            partition.freeze()  # what is stable, this master says anew
+            partition.freeze()  # this master sends its stable mark again
             handle, self._next_handle = self._next_handle, self._next_handle + 1
             self._forget(partition)
             self._handles[handle] = partition
             self._numbers[partition] = handle
             self._undecided.add(handle)
             log_ = partition.log
-            told.append(
+            attached.append(
                 sync.AttachPartition(
                     handle, partition.topic, partition.topic_id, partition.index,
                     log_.start_offset, log_.start_position, log_.end_offset, log_.end_position,
                     log_.stable_offset, epochs,
                 )
             )  # fmt: skip
-        for frame in sync.attach_frames(self._epoch, told):
+        for frame in sync.attach_frames(self._epoch, attached):
             self._push(frame)
 
     def detach(self, partition: Partition) -> None:
-        """The partition is gone here."""
+        """Detaches a partition that was closed here."""
         handle = self._forget(partition)
         if handle is not None:
             self._push(sync.Detach(sync.DETACH, self._epoch, [handle]))
-            self._acknowledge_soon()  # what waits behind it
+            self._acknowledge_soon()  # also what waited for a flush of it
         self._all_decided()
 
     def _forget(self, partition: Partition) -> int | None:
@@ -366,9 +367,9 @@ class _Link:
         return handle
 
     def _decide(self) -> None:
-        """Does what the master has said, a part at a time: a cut waits for the disk, and there may be thousands.
+        """Carries out the master's decisions in parts: a cut waits for the disk, and there may be thousands.
 
-        What comes meanwhile waits, most of it unread.
+        New frames wait in the meantime, most of them unread.
         """
         if self._closed or self.ended.done():
             return
@@ -418,7 +419,7 @@ class _Link:
             self._flush(handle, partition)
 
     def _flush(self, handle: int, partition: Partition) -> None:
-        """Tells the master what there is; where that counts, once more when it is flushed."""
+        """Acknowledges the end of a log, and again after the flush if only flushed messages count."""
         must_flush = partition.flushes_before_ack and partition.log.flushed_position < partition.log.end_position
         self._to_acknowledge.was_copied(handle, flush=must_flush)
         if must_flush:
@@ -426,8 +427,10 @@ class _Link:
         self._acknowledge_soon()
 
     def _all_decided(self) -> None:
-        """Once every log is what the master says, this replica has followed to the master's generation: not before,
-        since what a newer generation takes back is cut only by a replica that has not followed to it."""
+        """Stores the master's generation as followed, when all its decisions are carried out.
+
+        Not earlier: a replica gives up messages for a newer generation only before it has followed to it.
+        """
         if self._generation and not (self._undecided or self._waiting):
             try:
                 self._client.followed(self._generation)
@@ -439,10 +442,10 @@ class _Link:
         if not self._closed and partition.closed_by is None and partition not in self._numbers:
             self.attach([partition])
 
-    # -- what comes ---------------------------------------------------------------------------------------------------
+    # -- received frames ----------------------------------------------------------------------------------------------
 
     def received(self, header: Any, body: memoryview) -> None:
-        """One frame of the master's."""
+        """Applies a frame of the master."""
         if self._closed or self.ended.done():
             return
         if not self._epoch or self._deciding:
@@ -482,7 +485,7 @@ class _Link:
         ):
             self._to_acknowledge.held_seq += 1
             partition = self._handles.get(handle)
-            if partition is None:  # detached: the master does not know it yet
+            if partition is None:  # detached, and the master does not know it yet
                 continue
             self._append(partition, batches, position)
             self._to_acknowledge.came(handle, flush=bool(flush))
@@ -530,7 +533,7 @@ class _Link:
                 self._look_if_stable(partition, position)
 
     def _look_if_stable(self, partition: Partition, stable_position: int | None) -> None:
-        """Whether the partition holds all that the master says is stable."""
+        """Reports to the client if the partition holds all messages up to the master's stable position."""
         if stable_position is None:
             return
         if partition.log.end_position < stable_position:
@@ -542,7 +545,7 @@ class _Link:
     # -- acknowledgements ---------------------------------------------------------------------------------------------
 
     def _flushed(self, partition: Partition) -> None:
-        """An fsync of the partition's log has ended."""
+        """Called when an fsync of the partition's log has ended."""
         handle = self._numbers.get(partition)
         if handle is not None:
             self._to_acknowledge.was_flushed(handle)
@@ -568,11 +571,11 @@ class _Link:
             self.end(error)
 
     def _beat(self) -> None:
-        """Speaks when nothing was said for a heartbeat; ends the link when nothing was heard for three."""
+        """Sends an acknowledgement after half a heartbeat of silence; ends the link if the master is silent for three."""
         now = self.loop.time()
         silent_s = now - self._heard_at
         if silent_s > HEARTBEATS_MISSED_MAX * self._heartbeat_s:
-            self.end(Timeout(f"a sign of life of the master at {self._connection.address}", silent_s))
+            self.end(Timeout(f"a heartbeat of the master at {self._connection.address}", silent_s))
             return
         if now - self._spoke_at >= self._heartbeat_s / 2:
             self._acknowledge()

@@ -2,18 +2,18 @@
 
 Theory of operation
 -------------------
-Each partition of the slave has a *place* on the link, in one of two ways of being sent:
+Each partition of the slave has a *place* on the link. A place is sent in one of two ways:
 
-    copied   from the log, a chunk at a time, from where the handshake put it; acknowledged by position
-    live     every append is queued here as it happens, in the master's order; acknowledged by sequence number
+    copied   from the log, in chunks, from the position of the handshake; acknowledged by position
+    live     every append is queued at once, in the master's order; acknowledged by sequence number
 
-A place becomes live when its copy has reached the end of the log. All of this runs in one loop, so between "it has
-reached the end" and the next append there is nothing. What is queued refers to the memory that the batch came in:
-nothing is read again. A slave that is too slow for that, over BACKLOG_BYTES, loses its queue, and the places in it
-go back to being copied, each from what was sent of it: it costs bounded memory and stalls nobody.
+A place becomes live when its copy has reached the end of the log. All of this runs in one loop, so no append comes
+between the end of the copy and this change. The queue refers to the memory of the received batches: nothing is read
+again. If a slave is too slow, and its queue is over BACKLOG_BYTES, the queue is dropped, and its places are copied
+again, each from the position that was sent. So a slow slave uses bounded memory and delays no other replica.
 
-An acknowledgement is cumulative, and is taken apart into places by the queue of what was sent. Two numbers come: up
-to which sequence number the slave *holds* everything, and up to which it has *flushed* what is to be flushed.
+An acknowledgement is cumulative. The queue of sent entries maps it to places. It has two sequence numbers: the slave
+*holds* everything up to the first, and has *flushed* everything up to the second that must be flushed.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ log = logging.getLogger("metamq.broker")
 FRAME_BYTES = 1024 * 1024
 BACKLOG_BYTES = 32 * 1024 * 1024
 STABLE_DELAY_S = 0.005
-"""How long news of stable marks may wait for a frame that goes anyway."""
+"""Seconds that new stable marks may wait for a frame that is sent anyway."""
 FRAMES_A_TURN = 4
-"""Sent before the loop's other work has its turn."""
+"""Frames sent in one turn of the loop."""
 
 
 class Wire(Protocol):
-    """The connection below."""
+    """The network connection of a link."""
 
     peer: str
 
     @property
     def writable(self) -> bool:
-        """Whether the write buffer is below its mark; `HAConnection.pump` is called when it is again."""
+        """True if the write buffer is below its mark. When it falls below, HAConnection.pump() is called."""
 
     def push(self, header: object, bodies: list[Buffer] | None = None) -> int:
-        """Sends a SYNC frame of its own accord; returns its size."""
+        """Sends a SYNC frame that is no answer; returns its size."""
 
     def close(self) -> None:
-        """Closes after what is written has been sent."""
+        """Closes the connection when all written bytes are sent."""
 
 
 class ReplicaEnd(NamedTuple):
-    """An end that a replica has reached."""
+    """The end of a replica's log."""
 
     offset: int
     position: int
@@ -72,7 +72,7 @@ class ReplicaEnd(NamedTuple):
 class LinkedPartition:
     """One partition on one link."""
 
-    __slots__ = ("copies", "flushed", "handle", "held", "live", "partition", "sent_position", "since", "told_position")
+    __slots__ = ("copies", "flushed", "handle", "held", "known_position", "live", "partition", "sent_position", "since")
 
     def __init__(self, handle: int, partition: Partition, mark: ReplicaEnd, now: float) -> None:
         self.handle = handle
@@ -80,24 +80,24 @@ class LinkedPartition:
         start = ReplicaEnd(partition.log.start_offset, partition.log.start_position)
         self.held = mark
         self.flushed = min(start, mark)
-        """Not `mark`: an attaching slave says what it has written, and its next acknowledgement what it has flushed."""
+        """The flushed end. It is not `mark` at first: a slave attaches with its written end only."""
         self.sent_position = mark.position
-        self.told_position = 0
-        """The stable mark that the slave was told of last."""
+        self.known_position = 0
+        """The stable mark that was sent to the slave last."""
         self.live = False
         self.copies: deque[tuple[ReplicaEnd, float]] = deque()
-        """Ends of what was copied and is not acknowledged as it is to be, and since when they are so."""
+        """(end, time) of each chunk that was copied at this time and is not fully acknowledged."""
         if mark.position > start.position:
             self.copies.append((mark, now))
         self.since = now
-        """Since when it is not live."""
+        """The time since which the place is not live."""
 
     def mark(self) -> ReplicaEnd:
-        """What counts for the stable mark."""
+        """Returns the slave's end that counts for the stable mark."""
         return self.flushed if self.partition.flushes_before_ack else self.held
 
     def copied(self, held_position: int, flushed_position: int) -> None:
-        """The slave holds, and has flushed, its copy up to here. Raises ProtocolError beyond what was sent."""
+        """Notes the positions that the slave holds and has flushed. Raises ProtocolError if they were not sent yet."""
         if max(held_position, flushed_position) > self.sent_position:
             raise ProtocolError(f"{self.partition.name} is acknowledged to byte {held_position:,}, which was not sent")
         for end, _since in self.copies:
@@ -111,21 +111,21 @@ class LinkedPartition:
             self.copies.popleft()
 
     def holds(self, end: ReplicaEnd) -> None:
-        """The slave has written it up to there, if not further."""
+        """Notes that the slave has written the log at least up to there."""
         self.held = max(self.held, end)
 
     def has_flushed(self, end: ReplicaEnd) -> None:
-        """The slave has fsynced it up to there, if not further."""
+        """Notes that the slave has flushed the log at least up to there."""
         self.flushed = max(self.flushed, end)
 
     def copied_since(self) -> float | None:
-        """When the oldest part was copied that does not count for the stable mark yet; None: all does. Any thread."""
+        """Returns the time of the oldest chunk that does not count for the stable mark yet, or None. Any thread."""
         position = self.mark().position
         return next((since for end, since in tuple(self.copies) if end.position > position), None)
 
 
 class _Entry(NamedTuple):
-    """Queued for sending, then for its acknowledgement."""
+    """A live batch, queued for sending and then for its acknowledgement."""
 
     place: LinkedPartition
     position: int
@@ -136,7 +136,7 @@ class _Entry(NamedTuple):
 
 
 class HAConnection:
-    """One slave's link. Used by the broker's loop only; calls back into the service."""
+    """The link of one slave. Used by the broker's loop only. It calls the service."""
 
     def __init__(
         self,
@@ -151,19 +151,19 @@ class HAConnection:
         self.member = join.replica, join.incarnation
         self.learner = join.learner
         self.generation = join.generation
-        """The last that the slave has followed."""
+        """The newest generation that the slave has followed."""
         self.peer = wire.peer
         self.flow = flow
         self.heard_at = self.spoke_at = loop.time()
         self.tasks: set[asyncio.Task[None]] = set()
         self.places: dict[Partition, LinkedPartition] = {}
         self.sent_bytes = 0
-        """Of logs."""
+        """Bytes of logs sent on this link."""
         self.sent_seq = 0
         self.held_seq = 0
         self.closed = False
         self.is_leaving = False
-        """The slave has said that it stops."""
+        """True if the slave has said that it stops."""
         self._service = service
         self._wire = wire
         self._loop = loop
@@ -175,7 +175,7 @@ class HAConnection:
         self._unflushed: deque[tuple[int, LinkedPartition, ReplicaEnd, float]] = deque()
         self._copying: dict[LinkedPartition, None] = {}
         self._copies_next = False
-        """Frames of the two kinds take turns."""
+        """True if the next frame has copies. Live and copied frames take turns."""
         self._stable_news: dict[LinkedPartition, None] = {}
         self._pump_soon = False
         self._later: asyncio.TimerHandle | None = None
@@ -183,7 +183,7 @@ class HAConnection:
     # -- places -----------------------------------------------------------------------------------------------------
 
     def attach(self, handle: int, partition: Partition, mark: ReplicaEnd) -> None:
-        """From here on the partition is sent, from `mark` on, which is where the slave's log ends now."""
+        """Begins to send a partition, from `mark` on, the present end of the slave's log."""
         old = self.places.get(partition)
         if old is not None:
             self.detach(old.handle)
@@ -197,7 +197,7 @@ class HAConnection:
         self.pump_soon()
 
     def detach(self, handle: int) -> None:
-        """The partition is gone at one of the two."""
+        """Stops sending a partition that was closed at one of the two replicas."""
         place = self._handles.pop(handle, None)
         if place is not None:
             self.places.pop(place.partition, None)
@@ -206,14 +206,13 @@ class HAConnection:
             place.live = False
 
     def all_live(self, partitions: Iterable[Partition]) -> bool:
-        """Whether every partition is sent as it is appended to."""
+        """Returns True if all these partitions are live."""
         places = self.places
         return all((place := places.get(partition)) is not None and place.live for partition in partitions)
 
     def behind_since(self) -> float | None:
-        """Since when the slave has not held, or not flushed where that counts, what it was sent; None: it has all.
-
-        Any thread.
+        """Returns the time since which the slave lacks something, or has not flushed it where that counts; None: it has
+        all. Any thread.
         """
         waiting = [place.copied_since() for place in list(self.places.values())]
         with contextlib.suppress(IndexError):
@@ -227,7 +226,7 @@ class HAConnection:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def appended(self, partition: Partition, batch: memoryview, position: int, end: ReplicaEnd, flush: bool) -> None:
-        """A batch was appended at the master: the next in the sequence, unless its place is still being copied."""
+        """Queues a batch that the master has appended, unless its place is still being copied."""
         place = self.places.get(partition)
         if place is None or not place.live:
             return
@@ -240,7 +239,7 @@ class HAConnection:
         self.pump_soon()
 
     def _fall_back(self) -> None:
-        """The slave is too slow for the queue: what is in it is copied from the log later."""
+        """Drops the queue of a slave that is too slow. Its batches are copied from the log later."""
         log.info("replica %d falls behind: it goes on by copying from the logs", self.replica)
         for entry in self._queue:
             place = entry.place
@@ -254,11 +253,11 @@ class HAConnection:
 
     @property
     def copying(self) -> bool:
-        """Whether some partition is being copied."""
+        """True if a partition is being copied."""
         return bool(self._copying)
 
     def stable_moved(self, partition: Partition) -> None:
-        """The slave is to learn of a stable mark, with the next frame or in a moment."""
+        """Sends a new stable mark, with the next frame or after STABLE_DELAY_S."""
         place = self.places.get(partition)
         if place is not None:
             self._stable_news[place] = None
@@ -266,7 +265,7 @@ class HAConnection:
                 self._later = self._loop.call_later(STABLE_DELAY_S, self.pump)
 
     def pump_soon(self) -> None:
-        """Sends what there is, once the loop has done what it is doing: appends of one turn share a frame."""
+        """Calls pump() at the end of this turn of the loop: appends of one turn share a frame."""
         if not self._pump_soon and not self.closed:
             self._pump_soon = True
             self._loop.call_soon(self.pump)
@@ -300,17 +299,17 @@ class HAConnection:
     def _send_queued(self) -> None:
         entries: list[tuple[int, int, int, int]] = []
         bodies: list[Buffer] = []
-        room = FRAME_BYTES
+        left_bytes = FRAME_BYTES
         first_seq = self.sent_seq + 1
         while self._queue and len(entries) < ENTRIES_TARGET:
             entry = self._queue[0]
             size = len(entry.batch)
-            if entries and size > room:
+            if entries and size > left_bytes:
                 break
             self._queue.popleft()
             self._queued_bytes -= size
-            room -= size
-            if not entry.place.live:  # detached meanwhile
+            left_bytes -= size
+            if not entry.place.live:  # it was detached
                 continue
             self.sent_seq += 1
             entry.place.sent_position = entry.end.position
@@ -323,7 +322,7 @@ class HAConnection:
             self._push(sync.Data(sync.DATA, self._service.epoch, first_seq, entries, self._news()), bodies)
 
     def _send_copy(self) -> None:
-        """A chunk of the place whose turn it is."""
+        """Sends a chunk of the next place that is copied."""
         place = next(iter(self._copying))
         del self._copying[place]
         partition = place.partition
@@ -331,7 +330,7 @@ class HAConnection:
             return
         log_ = partition.log
         if place.sent_position < log_.start_position:  # retention was faster
-            self._service.leave(self, f"retention removed what was to be copied of {partition.name}")
+            self._service.leave(self, f"retention removed the next part to copy of {partition.name}")
             return
         position = place.sent_position
         try:
@@ -357,7 +356,7 @@ class HAConnection:
         news = list(islice(self._stable_news, ENTRIES_TARGET))
         for place in news:
             del self._stable_news[place]
-            place.told_position = place.partition.log.stable_position
+            place.known_position = place.partition.log.stable_position
         return [
             (place.handle, place.partition.log.stable_offset, place.partition.log.stable_position)
             for place in news
@@ -365,11 +364,11 @@ class HAConnection:
         ]
 
     def beat(self) -> None:
-        """A heartbeat, with what there is to tell of stable marks."""
+        """Sends a heartbeat, with the new stable marks."""
         self._push(sync.Beat(sync.BEAT, self._service.epoch, self.sent_seq, self._news()))
 
     def push(self, message: tuple[object, ...], bodies: list[Buffer] | None = None) -> None:
-        """Sends any other message of the link."""
+        """Sends another message of the link."""
         self._push(message, bodies)
 
     def _push(self, message: tuple[object, ...], bodies: list[Buffer] | None = None) -> None:
@@ -381,9 +380,9 @@ class HAConnection:
     # -- acknowledgements ---------------------------------------------------------------------------------------------
 
     def acknowledged(self, ack: sync.Ack) -> list[Partition]:
-        """Takes note of an acknowledgement; returns the partitions whose marks may have moved.
+        """Notes an acknowledgement; returns the partitions whose marks may have moved.
 
-        Raises ProtocolError when it is of another epoch, or beyond what was sent.
+        Raises ProtocolError if it has another epoch, or a number that was not sent yet.
         """
         if ack.epoch != self._service.epoch:
             raise ProtocolError(f"replica {self.replica} acknowledges in epoch {ack.epoch}, not {self._service.epoch}")

@@ -1,9 +1,9 @@
-"""FlowMonitor: how fast a link may send, in bytes per second, and how fast it does. Pure: time is an argument.
+"""FlowMonitor: limits and measures the bytes per second of a link. Pure: time is an argument.
 
-A token bucket that may be overdrawn. Frames are whole batches and never cut, so a frame is sent whenever the balance
-is not negative, and the next one waits until its bytes are paid for. Over any stretch of time a link sends no more
-than the limit allows, a tenth of a second's worth, and one frame. Heartbeats and answers wait for nothing: they
-are few, and paid for by what comes after them.
+It is a token bucket that may be overdrawn. Frames are whole batches and never cut. So a frame is sent when the balance
+is not negative, and the next one waits until the balance has recovered. In any period a link sends no more than the
+limit, plus a tenth of a second's worth, plus one frame. Heartbeats and answers do not wait: they are few, and reduce
+the balance for later frames.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WINDOW_S = 1.0
 
 
 class FlowMonitor:
-    """The limit and the figures of one link. `limit_bytes_s` 0 is no limit; times are seconds that never go back."""
+    """The limit and the figures of one link. `limit_bytes_s` 0 is no limit. Times are seconds of a monotonic clock."""
 
     def __init__(self, limit_bytes_s: float, now: float) -> None:
         self._limit = limit_bytes_s
@@ -24,14 +24,14 @@ class FlowMonitor:
         self._last_window_bytes = 0
 
     def pause_s(self, now: float) -> float:
-        """How long to wait before the next frame; 0: it may go now."""
+        """Returns the seconds to wait before the next frame."""
         if not self._limit:
             return 0.0
         self._earn(now)
         return max(0.0, -self._balance / self._limit)
 
     def sent(self, count: int, now: float) -> None:
-        """A frame of `count` bytes goes, header and body."""
+        """Counts a frame of `count` bytes, header and body."""
         self._roll(now)
         self._window_bytes += count
         if self._limit:
@@ -39,7 +39,7 @@ class FlowMonitor:
             self._balance -= count
 
     def bytes_s(self, now: float) -> float:
-        """What was sent in the last whole second."""
+        """Returns the bytes sent in the last whole second."""
         self._roll(now)
         return self._last_window_bytes / WINDOW_S
 

@@ -1,12 +1,12 @@
-"""GroupTransferService: whether a PUT is taken at a master, and when it is acknowledged.
+"""GroupTransferService: decides at a master if a PUT is taken, and when it is acknowledged.
 
-    replication   is acknowledged once                                      rests on
-    sync          every in-sync replica holds it (stable)                   the in-sync set alone, no clock
-    async         this replica has stored it as the topic asks              the lease, where there ever was a slave
+    replication   acknowledged when                            depends on
+    sync          every in-sync replica holds it (stable)      the in-sync set alone, no clock
+    async         this replica has stored it                   the lease, if there ever was a slave
 
-`min_insync` is looked at twice: before the append, when a refusal means that nothing was stored; and before the
-answer, when the set may have shrunk meanwhile. Then the outcome is *unknown*: it is stored here, on fewer replicas than
-the topic asks for. PUTs wait side by side, each partition's in the order of its log, and nobody polls.
+`min_insync` is checked twice. Before the append, a refusal means that nothing was stored. Before the answer, the set
+may have shrunk: then the outcome is *unknown*, since fewer replicas have the batch than the topic asks for. PUTs wait
+at the same time, in each partition in the order of its log. No code polls.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from metamq.errors import Fenced, MetamqError, NotEnoughReplicas
 from metamq.zk.cluster.topics import TopicConfig
 
 
-class MasterTerm(Protocol):
-    """The master's term, as far as it matters here: HAService."""
+class InsyncSet(Protocol):
+    """The in-sync set of a master's epoch: HAService."""
 
     @property
     def insync_count(self) -> int:
@@ -28,27 +28,27 @@ class MasterTerm(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else's acknowledgement counts."""
+        """True if no other replica's acknowledgement is required."""
 
 
 class GroupTransferService:
-    """Used by the broker's loop only. `may_believe` tells whether this process may believe to be the master."""
+    """Used by the broker's loop only. `may_believe` returns True if this process may assume that it is the master."""
 
-    def __init__(self, broker_id: int, term: MasterTerm, may_believe: Callable[[], bool]) -> None:
+    def __init__(self, broker_id: int, insync: InsyncSet, may_believe: Callable[[], bool]) -> None:
         self._what = f"broker {broker_id}"
-        self._term = term
+        self._insync = insync
         self._may_believe = may_believe
 
     def admit(self, config: TopicConfig) -> None:
-        """Before an append. Raises NotEnoughReplicas or Fenced: nothing is stored."""
+        """Checks that an append may begin. Raises NotEnoughReplicas, Fenced: nothing is stored then."""
         if not self._may_believe():
             raise self._lease_over()
-        have = self._term.insync_count
+        have = self._insync.insync_count
         if have < config.min_insync:
             raise NotEnoughReplicas(f"topic {config.topic!r} at {self._what}", have, config.min_insync)
 
     def when_acknowledged(self, partition: Partition, config: TopicConfig, end_offset: int, done: Done) -> None:
-        """Calls `done` once the batch that ends there may be acknowledged, or with why it is not; perhaps at once."""
+        """Calls `done` when the batch that ends there may be acknowledged, or with an error; perhaps at once."""
         is_sync = config.replication == "sync"
 
         def answer(error: MetamqError | None) -> None:
@@ -59,12 +59,12 @@ class GroupTransferService:
             answer(None)
 
     def _withheld(self, config: TopicConfig, is_sync: bool) -> MetamqError | None:
-        """Why a batch that is stored is not acknowledged after all; None: it is."""
-        have = self._term.insync_count
+        """Returns the reason why a stored batch is not acknowledged, or None."""
+        have = self._insync.insync_count
         if have < config.min_insync:
             what = f"topic {config.topic!r} at {self._what}"
             return NotEnoughReplicas(what, have, config.min_insync, outcome="unknown")
-        if (not is_sync or self._term.alone) and not self._may_believe():
+        if (not is_sync or self._insync.alone) and not self._may_believe():
             return self._lease_over().with_unknown_outcome()
         return None
 

@@ -1,25 +1,28 @@
-"""What becomes of a slave's log when it is attached to its master: one pure function, and the reason in words.
+"""Decides how a slave's log continues when it is attached to its master. Pure: the decision and the reason in words.
 
 Theory of operation
 -------------------
-Each log has a list of epochs, (epoch, offset, position) where each begins in it. An epoch has one master ever, which
-wrote one sequence of batches; whoever has one of them has below it what that master had. So two logs are equal up to
-the end of the newest epoch that both have, the nearer of its two ends. The slave is cut there and goes on there: also
-when it is longer than the master, when both have epochs that the other lacks, and over epochs in which nothing was
-written, since those have no batch that could differ. The first entry of a list may stand at the log's start, because
-retention took what was before it; any other is where the epoch began, and is to be the same in both lists. If it is
-not, two masters used one epoch: then nothing is believed of it, and the next older one counts.
+Each log has a list of epochs: (epoch, offset, position) for the beginning of each epoch. An epoch has exactly one
+master, which wrote one sequence of batches. A log that has one of these batches is equal to that master's log below it.
+So two logs are equal up to the end of the newest common epoch; of its two ends the lower one counts. The slave is cut
+there and goes on there. This also holds for a slave that is longer than the master, for logs with epochs that the other
+lacks, and for epochs without a batch: they have nothing that could differ.
 
-Where the two have nothing in common that the master could go on from, the slave is emptied and copied anew.
+The first entry of a list may be at the log's start, because retention removed the part before it. Any other entry is
+the true beginning of its epoch, and must be the same in both lists. If the entries differ, two masters used one epoch.
+Then this epoch is ignored, and the next older common epoch counts.
 
-What the slave's readers have seen, below its stable mark, is given up only under a newer generation than the slave
-has followed so far: ZooKeeper raises it when somebody accepted a loss. Otherwise the partition is refused, and the
-data is left as it is. What the master's retention has removed is not given up by this. Refused is also who would go on
-in the middle of a batch of the master's: no replica does, but a list is another one's word.
+If the logs have no common point from which the master has all data, the slave is emptied and copied again.
 
-So a slave is to store a generation as its own only when all its partitions have been through the handshake in it:
-within a generation all that readers have seen of a replica is the same at every later master. A member of the in-sync
-set is therefore never cut or emptied below a stable mark; tests/broker/ha/test_histories.py tries to make it so.
+Messages below the slave's stable mark have been seen by readers. The slave gives them up only under a newer generation
+than it has followed so far: ZooKeeper raises the generation when an operator accepts a loss. Otherwise the partition is
+refused, and its data stays as it is. Messages that the master's retention has removed do not count as given up. A slave
+is also refused if it would go on in the middle of a batch of the master. No correct replica does, but the master cannot
+trust the list of another process.
+
+So a slave stores a generation as its own only when all its partitions have passed the handshake in it. Within a
+generation, all that readers have seen of a replica is the same at every later master. Therefore a member of the in-sync
+set is never cut or emptied below a stable mark; tests/broker/ha/test_histories.py tries to break this.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class LogPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One replica's log of a partition. `generation` is the master's present one, the slave's last."""
+    """One replica's log of a partition. `generation`: the present one of a master, the last followed one of a slave."""
 
     topic_id: str
     start: LogPosition
@@ -56,16 +59,16 @@ class Side:
 
     @property
     def is_empty(self) -> bool:
-        """There is no batch in it, whatever was."""
+        """True if the log has no batch."""
         return self.start == self.end
 
     def has(self, place: LogPosition) -> bool:
-        """Whether the log reaches there from both sides."""
+        """Returns True if the place is within the log."""
         return self.start.position <= place.position <= self.end.position
 
 
 class SyncVerdict(NamedTuple):
-    """What is to be done, where, and why; `level` is logging's."""
+    """A decision, its place, its reason, and the level at which to log it."""
 
     decision: SyncDecision
     offset: int
@@ -75,13 +78,13 @@ class SyncVerdict(NamedTuple):
 
 
 def decide(master: Side | None, slave: Side) -> SyncVerdict:
-    """What becomes of the slave's log. `master` is None when the master has no such partition."""
+    """Decides how the slave's log continues. `master` is None if the master has no such partition."""
     if master is None:
         return _wait("the master has no such partition yet, or no longer")
     if master.topic_id != slave.topic_id:
         return _wait(
-            f"the topic was made anew: its id is {slave.topic_id} here and {master.topic_id} at the master, "
-            "and one of them has still to learn that"
+            f"the topic was created again: its id is {slave.topic_id} here and {master.topic_id} at the master, "
+            "and one of them does not know that yet"
         )
     agreed = _agreement(master, slave)
     if agreed is not None and master.has(agreed) and slave.has(agreed):
@@ -102,29 +105,31 @@ def decide(master: Side | None, slave: Side) -> SyncVerdict:
 
 
 def refuse_between_batches(slave: Side, verdict: SyncVerdict) -> SyncVerdict:
-    """Instead of one to go on where no batch of the master's begins: what is below that is not the master's, either."""
+    """Returns a refusal of a verdict to go on where no batch of the master begins: the logs differ below that, too."""
     reason = (
-        f"it is not replicated, and left as it is: it would go on at offset {verdict.offset:,}, byte "
-        f"{verdict.position:,}, and no batch of the master's begins there. Empty its data folder to copy it anew"
+        f"it is not replicated, and its data is kept: it would go on at offset {verdict.offset:,}, byte "
+        f"{verdict.position:,}, and no batch of the master's begins there. Empty its data folder to copy it again"
     )
     return SyncVerdict(SyncDecision.REFUSE, *slave.end, reason, logging.ERROR)
 
 
 def begin_where_needed(needed_offset: int, slave: Side, verdict: SyncVerdict, start: LogPosition) -> SyncVerdict:
-    """The verdict to go on, or to begin anew where the slave lacks what its master's log still needs: the slave has cut
-    it off by the word of something that was given up since."""
+    """Returns the verdict to go on, or to copy again if the slave lacks a part that its master's log still needs.
+
+    The slave has removed that part because of a MARK that was given up since.
+    """
     if slave.start.offset <= needed_offset:
         return verdict
     reason = (
-        f"it begins anew at offset {start.offset:,}: it begins at {slave.start.offset:,}, and what lies from "
-        f"{needed_offset:,} on is needed"
+        f"it is copied again from offset {start.offset:,}: it begins at {slave.start.offset:,}, and the messages from "
+        f"{needed_offset:,} on are needed"
     )
     return SyncVerdict(SyncDecision.RESET, *start, reason, logging.WARNING)
 
 
 def wait_before_damage(damage: CorruptData, verdict: SyncVerdict) -> SyncVerdict:
-    """The verdict to go on, unless the copy would come to what is damaged in the master's log: it would end there, and
-    the link with it."""
+    """Returns the verdict to go on, or to wait if the copy would reach the damage in the master's log: the copy and the
+    link would end there."""
     goes_on = verdict.decision in (SyncDecision.FROM, SyncDecision.RESET)
     if not goes_on or (damage.position is not None and verdict.position > damage.position):
         return verdict
@@ -136,7 +141,7 @@ def _wait(reason: str) -> SyncVerdict:
 
 
 def _agreement(master: Side, slave: Side) -> LogPosition | None:
-    """Up to where the two logs are known to be equal; it may lie outside of one, behind what it still has."""
+    """Returns the place up to which the logs are equal. A log may have lost that place to retention."""
     theirs = {epoch: number for number, (epoch, _offset, _position) in enumerate(master.epochs)}
     for number in reversed(range(len(slave.epochs))):
         epoch, *begins = slave.epochs[number]
@@ -148,14 +153,14 @@ def _agreement(master: Side, slave: Side) -> LogPosition | None:
         ends = _end_of(slave, number), _end_of(master, in_master)
         if min(ends) == min(ends, key=lambda end: end.position):
             return min(ends)
-    # In front of a log's first batch there is nothing that could differ. And readers have seen all that retention took
-    # from the slave: within a generation that is the master's, too.
+    # Before a log's first batch nothing can differ. And readers have seen all messages that retention removed from the
+    # slave: within a generation the master has had them, too.
     is_masters = slave.generation == master.generation and master.has(slave.start)
     return slave.start if is_masters or slave.start == master.start else None
 
 
 def _is_one_epoch(slave: LogPosition, slave_is_first: bool, master: LogPosition, master_is_first: bool) -> bool:
-    """Whether the places where the two lists have an epoch begin are those of one epoch. See the module."""
+    """Returns True if the two beginnings can be those of one epoch, see the module."""
     return (slave <= master or slave_is_first) and (master <= slave or master_is_first)
 
 
@@ -164,8 +169,8 @@ def _end_of(side: Side, number: int) -> LogPosition:
 
 
 def _kept_by_reset(master: Side, slave: Side, agreed: LogPosition | None) -> int:
-    """Up to which offset nothing is given up by emptying the slave. Below the master's start, retention was there."""
-    if slave.stable_offset <= slave.start.offset:  # it has nothing that readers could have seen: the end has to tell
+    """Returns the offset below which emptying the slave gives nothing up; retention cut the master below its start."""
+    if slave.stable_offset <= slave.start.offset:  # readers have seen nothing of this log: its end counts
         return master.end.offset
     return max(master.start.offset, agreed.offset if agreed is not None else 0)
 
@@ -176,28 +181,28 @@ def _from_reason(master: Side, slave: Side, agreed: LogPosition) -> str:
     tail = f"{_messages(behind)} behind the master" if behind else "where the master ends, too"
     if not cut:
         return f"it goes on at offset {agreed.offset:,}, {tail}"
-    return f"it is cut from offset {slave.end.offset:,} to {agreed.offset:,}, {tail}: {_messages(cut)} that it has not"
+    return f"it is cut from offset {slave.end.offset:,} to {agreed.offset:,}, {tail}: {_messages(cut)} that it lacks"
 
 
 def _reset_reason(master: Side, slave: Side, agreed: LogPosition | None) -> str:
-    anew = f"it begins anew at offset {master.start.offset:,}, where the master begins"
+    copied = f"it is copied from offset {master.start.offset:,}, where the master begins"
     if slave.is_empty:
-        return f"{anew}: it is empty"
+        return f"{copied}: it is empty"
     if slave.end.offset < master.start.offset:
-        return f"{anew}: it ends before that, at {slave.end.offset:,}"
+        return f"{copied}: it ends before that, at {slave.end.offset:,}"
     if agreed is None:
-        return f"{anew}: they have nothing in common, epochs {_range(slave)} here and {_range(master)} there"
+        return f"{copied}: they have nothing in common, epochs {_range(slave)} here and {_range(master)} there"
     short = f"it is equal to the master up to offset {agreed.offset:,} only"
     if agreed.offset < slave.start.offset:
-        return f"{anew}: {short}, and begins behind that, at {slave.start.offset:,}"
-    return f"{anew}: {short}"
+        return f"{copied}: {short}, and begins after that, at {slave.start.offset:,}"
+    return f"{copied}: {short}"
 
 
 def _refuse_reason(slave: Side, kept_offset: int, seen: int) -> str:
     return (
-        f"it is not replicated, and left as it is: readers have seen it up to offset {slave.stable_offset:,}, "
-        f"the master lacks the last {_messages(seen)} of that, from {kept_offset:,} on, and nobody accepted their loss "
-        f"since generation {slave.generation}. Promote this replica with --accept-loss to keep them, or empty its "
+        f"it is not replicated, and its data is kept: readers have seen it up to offset {slave.stable_offset:,}, "
+        f"the master lacks the last {_messages(seen)} of that, from {kept_offset:,} on, and no operator accepted this "
+        f"loss since generation {slave.generation}. Promote this replica with --accept-loss to keep them, or empty its "
         "data folder to give them up"
     )
 
@@ -215,7 +220,7 @@ def _are(count: int) -> str:
 
 
 def level_at_slave(result: AttachResult, start_position: int, end_position: int) -> int:
-    """Of logging's: what a slave's log loses is worth a line, that thousands of them just go on is not."""
+    """Returns a level of logging: a slave logs what its log loses, but not that thousands of logs simply go on."""
     decision = SyncDecision(result.decision)
     if decision is SyncDecision.REFUSE:
         return logging.WARNING

@@ -1,15 +1,15 @@
-"""Membership: whose acknowledgement counts at a master, and which change of the in-sync set it asks for. Pure.
+"""Membership: the replicas whose acknowledgements a master requires, and its requests to change the in-sync set. Pure.
 
 Theory of operation
 -------------------
-The set stands in ZooKeeper, is changed by compare-and-set only, and whoever is in it may be promoted without loss.
-So a message may be acknowledged, or read, only when every member of the set holds it. The master cannot look into
-ZooKeeper before each acknowledgement; it keeps to this instead:
+ZooKeeper has the set, and changes it by compare-and-set only. Each member can be promoted without loss. So a message
+may be acknowledged, or read, only when every member of the set holds it. The master cannot ask ZooKeeper before each
+acknowledgement. Instead it keeps this invariant:
 
-    at every moment, the members in ZooKeeper are among those that are *required* here
+    at every moment, the members in ZooKeeper are among the members that are *required* here
 
-A set that grows therefore counts from before the request, one that shrinks from after the answer, and a request whose
-answer was lost counts both ways until it is certain that it can have no effect any more:
+So a new member counts before the request to add it, and a removed member until the answer to its removal. A request
+whose answer was lost counts both ways, until it can have no effect any more:
 
     stage       required   in ZooKeeper   goes on to
     OUT         no         no             JOINING, when the slave is sent every append (live), and keeps up
@@ -19,19 +19,19 @@ answer was lost counts both ways until it is certain that it can have no effect 
     IN          yes        yes            REMOVING, when it is behind or away for too long, or came back as another one
     REMOVING    yes        perhaps        OUT, when confirmed; else back to IN
 
-_NEXT below has all of it. Being required before it is asked for holds the stable mark back until the slave has passed
-it: so a slave comes in under constant load, too. In turn a slave that joins and stops to acknowledge is let go after
-the time that a member may be behind, since until then all writes wait for it.
+_NEXT below has all transitions. A joining slave is required before the request, which holds the stable mark back until
+the slave has passed it. So a slave gets in sync under constant load, too. All writes wait for a joining slave. If it
+stops acknowledging, it is dropped after the time that a member may be behind.
 
-A lost request is certain to have no effect once the node's version is another than the one it was made for: read as
-such, or made so by the next request that is confirmed. Until then it is *in limbo*, and the next request is made even
-if it changes nothing.
+A lost request can have no effect once the node has another version than the request expects. The master reads such a
+version, or its next confirmed request makes it. Until then the lost request is *in limbo*, and the master makes the
+next request even if it changes nothing.
 
-A promotion raises the version, too. So whatever a deposed master asks for is refused, and the promoted slave, a member
-of the set, stays among those that the deposed master requires: it has nothing to acknowledge with.
+A promotion raises the version, too. So all requests of a deposed master are refused. The promoted slave is a member of
+the set, and stays required at the deposed master, which therefore can acknowledge nothing.
 
-A member is (replica, incarnation): one that came back without what it had acknowledged is somebody else. The set never
-has two of one replica, since they would count as two copies.
+A member is (replica, incarnation): a replica that came back without messages that it had acknowledged is another
+member. The set never has two members of one replica, since they would count as two copies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["Change", "Member", "Membership", "Stage"]
 
 
 class Stage(enum.Enum):
-    """What a slave is to the in-sync set. A member that is not listed is OUT."""
+    """The stage of a slave on its way into or out of the in-sync set. A member without a stage is OUT."""
 
     JOINING = "joining"
     ADDING = "adding"
@@ -59,11 +59,11 @@ class _Event(enum.Enum):
     LIVE = enum.auto()
     GONE = enum.auto()
     BEHIND = enum.auto()
-    ASKED_WITH = enum.auto()
-    """A change was asked for, and the member is in it."""
-    ASKED_WITHOUT = enum.auto()
+    REQUESTED_WITH = enum.auto()
+    """A change was requested, and the member is in it."""
+    REQUESTED_WITHOUT = enum.auto()
     PRESENT = enum.auto()
-    """The member stands in ZooKeeper, and nothing that was asked before can have an effect any more."""
+    """The member is in ZooKeeper, and no earlier request can have an effect any more."""
     ABSENT = enum.auto()
 
 
@@ -73,7 +73,7 @@ _NEXT: dict[tuple[Stage | None, _Event], Stage | None] = {
     (_OUT, _Event.PRESENT): Stage.IN,
     (Stage.JOINING, _Event.GONE): _OUT,
     (Stage.JOINING, _Event.BEHIND): _OUT,
-    (Stage.JOINING, _Event.ASKED_WITH): Stage.ADDING,
+    (Stage.JOINING, _Event.REQUESTED_WITH): Stage.ADDING,
     (Stage.JOINING, _Event.PRESENT): Stage.IN,
     (Stage.ADDING, _Event.GONE): Stage.DROPPING,
     (Stage.ADDING, _Event.PRESENT): Stage.IN,
@@ -81,39 +81,39 @@ _NEXT: dict[tuple[Stage | None, _Event], Stage | None] = {
     (Stage.DROPPING, _Event.LIVE): Stage.ADDING,
     (Stage.DROPPING, _Event.PRESENT): Stage.IN,
     (Stage.DROPPING, _Event.ABSENT): _OUT,
-    (Stage.IN, _Event.ASKED_WITHOUT): Stage.REMOVING,
+    (Stage.IN, _Event.REQUESTED_WITHOUT): Stage.REMOVING,
     (Stage.IN, _Event.ABSENT): _OUT,
     (Stage.REMOVING, _Event.PRESENT): Stage.IN,
     (Stage.REMOVING, _Event.ABSENT): _OUT,
 }
-"""What is not listed changes nothing."""
+"""The next stage by stage and event. An event that is not listed changes nothing."""
 
 _IN_ZOOKEEPER = (Stage.IN, Stage.REMOVING)
 _ON_THE_WAY = (Stage.JOINING, Stage.ADDING)
 
 
 class Change(NamedTuple):
-    """A compare-and-set to ask for: these members, master included, where the node has this version."""
+    """A compare-and-set: it sets these members, master included, if the node has this version."""
 
     members: frozenset[Member]
     version: int
 
 
 class Membership:
-    """The in-sync set of one master in one term."""
+    """The in-sync set of one master in one epoch."""
 
     def __init__(self, master: Member, insync: Iterable[Member], version: int, *, lag_s: float) -> None:
-        """As the state node has it at `version`. `lag_s`: how long a member may be behind."""
+        """`insync` is the set of the state node at `version`. `lag_s`: seconds that a member may be behind."""
         self.master = master
         self.version = version
         self._lag_s = lag_s
         self._stages: dict[Member, Stage] = {member: Stage.IN for member in insync if member != master}
         self._ready: set[Member] = set()
-        """On the way in, and holding all that is stable."""
+        """Members on the way in that hold all stable messages."""
         self._behind: set[Member] = set()
         self._replaced: set[Member] = set()
-        """Another incarnation of theirs has come."""
-        self._asked: Change | None = None
+        """Members whose replica has come back as another incarnation."""
+        self._request: Change | None = None
         self._in_limbo = False
         self._is_deposed = False
 
@@ -121,21 +121,21 @@ class Membership:
 
     @property
     def required(self) -> frozenset[Member]:
-        """Whose acknowledgement counts, the master apart."""
+        """The members whose acknowledgements are required, without the master."""
         return frozenset(self._stages)
 
     @property
     def insync(self) -> frozenset[Member]:
-        """The set as ZooKeeper last confirmed it, the master included."""
+        """The set that ZooKeeper confirmed last, with the master."""
         return frozenset(m for m, stage in self._stages.items() if stage in _IN_ZOOKEEPER) | {self.master}
 
     @property
     def insync_count(self) -> int:
-        """How many they are: every append asks."""
+        """The size of `insync`, in a fast way: every append reads it."""
         return 1 + sum([stage in _IN_ZOOKEEPER for stage in self._stages.values()])
 
     def stage(self, member: Member) -> Stage | None:
-        """What a slave is at present; None: OUT."""
+        """Returns the stage of a slave; None: OUT."""
         return self._stages.get(member)
 
     def _happens(self, event: _Event, member: Member) -> None:
@@ -153,7 +153,7 @@ class Membership:
     # -- what happens to slaves ---------------------------------------------------------------------------------------
 
     def live(self, member: Member) -> None:
-        """A slave is sent every append. Not for learners."""
+        """Notes that a slave is sent every append. Not for learners."""
         for other in self._stages:
             if other[0] == member[0] and other != member:
                 self._replaced.add(other)
@@ -162,22 +162,22 @@ class Membership:
             self._happens(_Event.LIVE, member)
 
     def caught_up(self, member: Member) -> None:
-        """It holds all that is stable."""
+        """Notes that a slave holds all stable messages."""
         if self._stages.get(member) in _ON_THE_WAY:
             self._ready.add(member)
-        elif member not in self._stages:  # whatever it was let go for, it is back
+        elif member not in self._stages:  # it was dropped, and is back
             self._behind.discard(member)
 
     def gone(self, member: Member) -> None:
-        """Its link is gone, or it is not sent every append any more."""
+        """Notes that the link of a slave has ended, or that it is not sent every append any more."""
         self._happens(_Event.GONE, member)
         if member not in self._stages:
             self._behind.discard(member)
 
     def behind(self, member: Member, since: float | None, now: float) -> None:
-        """Since when a slave has not held what was sent, or has had no link; None: it is not behind.
+        """Notes the time since which a slave lacks sent messages, or a link; None: it is not behind.
 
-        Also to be told of slaves that are OUT: one that is behind does not begin to join.
+        Slaves that are OUT count, too: a slave that is behind does not begin to join.
         """
         if since is not None and now - since > self._lag_s:
             self._behind.add(member)
@@ -185,19 +185,19 @@ class Membership:
         else:
             self._behind.discard(member)
 
-    # -- asking for changes -------------------------------------------------------------------------------------------
+    # -- requests for changes -----------------------------------------------------------------------------------------
 
     def ask(self) -> Change | None:
-        """The change to ask for now, or None; confirmed(), refused() or lost() follows."""
-        if self._asked is not None or self._is_deposed:
+        """Returns the change to request now, or None. A call of confirmed(), refused() or lost() must follow."""
+        if self._request is not None or self._is_deposed:
             return None
         wanted = frozenset(filter(self._is_wanted, self._stages)) | {self.master}
         if wanted == self.insync and not self._in_limbo:
             return None
         for member in list(self._stages):
-            self._happens(_Event.ASKED_WITH if member in wanted else _Event.ASKED_WITHOUT, member)
-        self._asked = Change(wanted, self.version)
-        return self._asked
+            self._happens(_Event.REQUESTED_WITH if member in wanted else _Event.REQUESTED_WITHOUT, member)
+        self._request = Change(wanted, self.version)
+        return self._request
 
     def _is_wanted(self, member: Member) -> bool:
         if member in self._behind or member in self._replaced:
@@ -205,24 +205,24 @@ class Membership:
         return self._stages[member] in _IN_ZOOKEEPER or member in self._ready
 
     def confirmed(self, version: int) -> None:
-        """ZooKeeper has what was asked for; nothing that was asked before can have an effect any more."""
-        asked, self._asked = self._asked, None
-        assert asked is not None
-        self.read(asked.members, version)
+        """Notes that ZooKeeper has made the change. No earlier request can have an effect any more."""
+        request, self._request = self._request, None
+        assert request is not None
+        self.read(request.members, version)
 
     def refused(self, members: Iterable[Member], version: int) -> None:
-        """The node had another version already: this is what stands there, under this master's epoch."""
-        self._asked = None
+        """Notes a refusal: the node has this version and these members already, in this master's epoch."""
+        self._request = None
         self.read(members, version)
 
     def lost(self) -> None:
-        """No answer came: it may have an effect, now or later. The state is to be read next."""
-        assert self._asked is not None
-        self._asked = None
+        """Notes that no answer came: the request may have an effect, now or later. The caller must read the state."""
+        assert self._request is not None
+        self._request = None
         self._in_limbo = True
 
     def read(self, members: Iterable[Member], version: int) -> None:
-        """What stands in ZooKeeper under this master's epoch. The version of before tells nothing new."""
+        """Notes the members in ZooKeeper in this master's epoch. A version that is not newer has no effect."""
         if version <= self.version or self._is_deposed:
             return
         self.version = version
@@ -233,6 +233,6 @@ class Membership:
         self._replaced.intersection_update(self._stages)
 
     def deposed(self) -> None:
-        """ZooKeeper has another epoch. What counts stays as it is, and nothing is asked for or concluded any more."""
+        """Notes another epoch in ZooKeeper. The required members stay as they are, and no more requests are made."""
         self._is_deposed = True
-        self._asked = None
+        self._request = None

@@ -135,7 +135,7 @@ class HAService:
             link.replica
             for link in self.links.values()
             if (place := link.places.get(partition)) is not None
-            and min(place.held.position, place.told_position) > position
+            and min(place.held.position, place.known_position) > position
         ]
         return sorted(slaves)[partition.index % len(slaves)] if slaves else -1
 

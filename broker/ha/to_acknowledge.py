@@ -1,4 +1,4 @@
-"""What a slave has still to acknowledge on one link: by sequence number what came live, by position what was copied."""
+"""The open acknowledgements of a slave on one link: by sequence number for live batches, by position for copies."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ class ToAcknowledge:
     """Used by the broker's loop only."""
 
     def __init__(self, handles: Mapping[int, Partition]) -> None:
-        """`handles`: what is attached, as it changes."""
+        """`handles`: the attached partitions. The link changes this mapping."""
         self.held_seq = 0
         self._handles = handles
         self._unflushed: deque[tuple[int, int, int]] = deque()
-        """(sequence number, handle, end position) of what counts only once it is flushed."""
+        """(sequence number, handle, end position) of batches that count only when they are flushed."""
         self._copied: dict[int, None] = {}
-        """Handles whose positions are to be told."""
+        """Handles whose positions the next acknowledgement has."""
         self._unflushed_copies: dict[int, int] = {}
-        """End position by handle, of what is to be told by position once it is flushed."""
+        """End position by handle, of copies that are acknowledged again when they are flushed."""
 
     def came(self, handle: int, *, flush: bool) -> None:
-        """The entry `held_seq` was appended; it counts once it is flushed, or at once."""
+        """Notes that the entry `held_seq` was appended. It counts when it is flushed, or at once."""
         partition = self._handles[handle]
         if flush:
             self._unflushed.append((self.held_seq, handle, partition.log.end_position))
-        elif partition.flushes_before_ack:  # the master did not know that yet when it sent this
+        elif partition.flushes_before_ack:  # the master did not know that yet when it sent the entry
             self._unflushed_copies[handle] = partition.log.end_position
 
     def was_copied(self, handle: int, *, flush: bool) -> None:
-        """The log's end is to be told, and once more when it is flushed."""
+        """Notes that the log has a new end to acknowledge, with `flush` again when it is flushed."""
         self._copied[handle] = None
         if flush:
             self._unflushed_copies[handle] = self._handles[handle].log.end_position
 
     def was_flushed(self, handle: int) -> None:
-        """An fsync of the log has ended."""
+        """Notes that an fsync of the log has ended."""
         end_position = self._unflushed_copies.get(handle)
         if end_position is not None:
             self._copied[handle] = None
@@ -47,12 +47,12 @@ class ToAcknowledge:
                 del self._unflushed_copies[handle]
 
     def forget(self, handle: int) -> None:
-        """The partition was detached."""
+        """Removes a detached partition."""
         self._copied.pop(handle, None)
         self._unflushed_copies.pop(handle, None)
 
     def frames(self, epoch: int) -> Iterator[sync.Ack]:
-        """The acknowledgement of all that there is; it is a heartbeat when there is nothing."""
+        """Yields the acknowledgement of all open entries. Without any it is a heartbeat."""
         unflushed = self._unflushed
         while unflushed and self._is_settled(*unflushed[0][1:]):
             unflushed.popleft()
@@ -64,7 +64,7 @@ class ToAcknowledge:
             yield sync.Ack(sync.ACK, epoch, self.held_seq, flushed_seq, marks[start : start + ENTRIES_TARGET])
 
     def _is_settled(self, handle: int, end_position: int) -> bool:
-        """Whether nobody is to wait for a flush up to there. What was detached is flushed no more, and the master knows
-        that: its place is told to be gone before this is acknowledged."""
+        """Returns True if no flush up to this position is pending. A detached partition is not flushed any more: the
+        master receives the Detach before this acknowledgement."""
         partition = self._handles.get(handle)
         return partition is None or partition.log.flushed_position >= end_position

@@ -59,7 +59,7 @@ CASES = [
         side({1: 0}, 120, stable=100),
         FROM,
         100,
-        "cut from offset 120 to 100, where the master ends, too: 20 messages that it has not",
+        "cut from offset 120 to 100, where the master ends, too: 20 messages that it lacks",
         WARNING,
     ),
     Case(
@@ -68,7 +68,7 @@ CASES = [
         side({1: 0}, 130, stable=100),
         FROM,
         100,
-        "cut from offset 130 to 100, 50 messages behind the master: 30 messages that it has not",
+        "cut from offset 130 to 100, 50 messages behind the master: 30 messages that it lacks",
         WARNING,
     ),
     Case(
@@ -157,7 +157,7 @@ CASES = [
         side({1: 0}, 40),
         RESET,
         50,
-        "begins anew at offset 50, where the master begins: it ends before that, at 40",
+        "is copied from offset 50, where the master begins: it ends before that, at 40",
         WARNING,
     ),
     Case(
@@ -166,7 +166,7 @@ CASES = [
         side({}, 0),
         RESET,
         50,
-        "begins anew at offset 50, where the master begins: it is empty",
+        "is copied from offset 50, where the master begins: it is empty",
     ),
     Case(
         "empty somewhere in the middle, and knows no epoch",
@@ -182,7 +182,7 @@ CASES = [
         side({}, 70, start=70),
         RESET,
         0,
-        "begins anew at offset 0, where the master begins: it is empty",
+        "is copied from offset 0, where the master begins: it is empty",
     ),
     Case(
         "nothing in common",
@@ -235,7 +235,7 @@ CASES = [
         side({5: 100}, 130, start=100),
         RESET,
         0,
-        "equal to the master up to offset 80 only, and begins behind that, at 100; 50 messages that readers had seen",
+        "equal to the master up to offset 80 only, and begins after that, at 100; 50 messages that readers had seen",
         WARNING,
     ),
     Case(
@@ -249,12 +249,12 @@ CASES = [
     ),
     Case("the topic is not known there", None, side({1: 0}, 10), WAIT, 0, "no such partition yet, or no longer"),
     Case(
-        "made anew",
+        "created again",
         side({}, 0, topic_id="new"),
         side({1: 0}, 10, topic_id="old"),
         WAIT,
         0,
-        "made anew: its id is old here and new at the master",
+        "created again: its id is old here and new at the master",
     ),
     Case(
         "readers saw what the master lacks",
@@ -262,7 +262,7 @@ CASES = [
         side({1: 0}, 120, stable=110, generation=3),
         REFUSE,
         120,
-        "seen it up to offset 110, the master lacks the last 10 messages of that, from 100 on, and nobody accepted",
+        "seen it up to offset 110, the master lacks the last 10 messages of that, from 100 on, and no operator",
         ERROR,
     ),
     Case(
@@ -271,7 +271,7 @@ CASES = [
         side({1: 0}, 120, stable=101, generation=3),
         FROM,
         100,
-        "20 messages that it has not; 1 message that readers had seen is given up (generation 4)",
+        "20 messages that it lacks; 1 message that readers had seen is given up (generation 4)",
         WARNING,
     ),
     Case(
