@@ -93,7 +93,7 @@ class HAClient:
         self.master: BrokerAddress | None = None
         """The master to follow, or None."""
         self.readable: set[Partition] = set()
-        """Partitions that have held all stable messages at some time on a link. The keeper may offer them to readers."""
+        """Partitions that have held all stable messages at some time on a link. They may be offered to readers."""
         self._changed = asyncio.Event()
         self.attempts = LinkAttempts()
         self._link: _Link | None = None
@@ -206,7 +206,7 @@ class HAClient:
             self._link.detach(partition)
 
     def flushes_now(self, partition: Partition) -> None:
-        """Flushes a partition of which from now on only flushed messages count, also those that it has already."""
+        """Flushes a partition: from now on only its flushed messages count, also of those that it has."""
         if self._link is not None:
             self._link.flushes_now(partition)
 
@@ -222,7 +222,7 @@ class HAClient:
         self._damaged = OffsetsEntry(*place, LATEST, damaged=damage.offset)
 
     async def _report_damage(self, master: BrokerAddress) -> None:
-        """Reports the damaged batch, so that the master verifies its log. Otherwise the next link may end the same way."""
+        """Reports the damaged batch, so that the master verifies its log. Else the next link may end the same way."""
         entry, self._damaged = self._damaged, None
         if entry is not None:
             await report_to(master, entry)
@@ -571,7 +571,7 @@ class _Link:
             self.end(error)
 
     def _beat(self) -> None:
-        """Sends an acknowledgement after half a heartbeat of silence; ends the link if the master is silent for three."""
+        """Sends an acknowledgement each half heartbeat at least; ends the link if the master is silent for three."""
         now = self.loop.time()
         silent_s = now - self._heard_at
         if silent_s > HEARTBEATS_MISSED_MAX * self._heartbeat_s:

@@ -1,12 +1,12 @@
-"""RoleKeeper: follows the state in ZooKeeper, and makes this replica what it is to be: master, slave, or waiting.
+"""RoleKeeper: follows the state in ZooKeeper and gives this replica its role: master, slave, or waiting.
 
-    any  ──▶ MASTER    the epoch is raised; logs are bound by the in-sync set; PUTs and slaves are taken
-    any  ──▶ SLAVE     PUTs that wait are answered as unknown, others refused; linked to the master, readers served
+    any  ──▶ MASTER    raises the epoch, binds logs by the in-sync set, takes PUTs and slaves
+    any  ──▶ SLAVE     answers waiting PUTs as unknown, refuses others, links to the master, serves readers
     any  ──▶ WAITING   as SLAVE, without a master to link to
 
-Everything that may change a role ends in `settle()`, one at a time: a watch on the state or on the master's node, a
-lost session, a promotion. It reads what stands in ZooKeeper and asks metamq.broker.ha.decide_role what that means. So a
-missed or doubled event does no harm. Nobody else exchanges the role (metamq.broker.ha.role).
+All events that may change a role end in settle(), one at a time: a watch on the state or on the master's node, a lost
+session, a promotion. settle() reads the state in ZooKeeper, and metamq.broker.ha.decide_role decides. So a missed or
+repeated event does no harm. No other code exchanges the role (metamq.broker.ha.role).
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ log = logging.getLogger("metamq.broker")
 RETRY_S = 0.5
 HAND_OVER_MS = 3000
 LINK_UP_S = 1.0
-"""So long a promotion waits for a link to a master that is registered; not at all when nobody is at its address."""
+"""Seconds that a promotion waits for a link to a registered master. It stops at once if its address refuses."""
 
 
 class RoleKeeper:
-    """The role of one replica. Used by the broker's loop only."""
+    """Keeps the role of one replica. Used by the broker's loop only."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class RoleKeeper:
         check: Callable[[], Awaitable[None]],
         failed: Callable[[MetamqError], None],
     ) -> None:
-        """`check` is called in each new session, before anything is registered: whether it is the right ZooKeeper."""
+        """`check` runs in each new session before any registration. It raises if this is the wrong ZooKeeper."""
         self._config = config
         self._folder = folder
         self._session = session
@@ -95,15 +95,15 @@ class RoleKeeper:
         self._changed = asyncio.Event()
         self._settling = asyncio.Lock()
         self._registered = (-1, -1)
-        """The session, by its generation, and the incarnation that this replica is registered with."""
+        """The generation of the session and the incarnation with which this replica is registered."""
         self._taken: tuple[tuple[int, int], int] | None = None
-        """What `_registered` will be, and the epoch: of a term that this replica has in ZooKeeper and has not begun."""
-        self._lease = Lease(session, self._is_my_term)
+        """The next `_registered`, and the epoch, if this replica has an epoch in ZooKeeper that it has not begun."""
+        self._lease = Lease(session, self._is_own_epoch)
         self._has_others = False
-        """Whether there may be somebody else whom one could promote, running or not."""
+        """True if there may be another replica to promote, running or not."""
         self._mastership: Mastership | None = None
         self._state: BrokerState | None = None
-        """As this slave saw it last."""
+        """The state that this slave read last."""
         self._offered: tuple[int, RoleKind, dict[str, int]] | None = None
         self._following: asyncio.Task[None] | None = None
         self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
@@ -114,7 +114,7 @@ class RoleKeeper:
 
     @property
     def _registration(self) -> Registration:
-        """What this replica says of itself now."""
+        """The present registration of this replica."""
         return self._register_as()
 
     # -- following ----------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class RoleKeeper:
         await self.settle()
 
     async def run(self) -> None:
-        """Follows, for ever."""
+        """Settles the role after each event, until cancelled."""
         trouble = Trouble()
         while True:
             await self._changed.wait()
@@ -140,7 +140,7 @@ class RoleKeeper:
                 self._changed.set()
 
     async def tick(self) -> None:
-        """Lets time pass for the master's service, for ever."""
+        """Calls tick() of the master's service and of transactions, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK_S)
@@ -150,11 +150,11 @@ class RoleKeeper:
             self._transactions.tick(time.monotonic())
 
     def look_again(self) -> None:
-        """Something may have changed."""
+        """Notes that something may have changed: run() settles the role again."""
         self._changed.set()
 
     async def settle(self) -> None:
-        """Makes this replica what it is to be. Raises ConnectError; to be called again then."""
+        """Gives this replica the role that follows from ZooKeeper. Raises ConnectError: the caller calls again then."""
         async with self._settling:
             registration = self._registration
             if self._registered[0] != self._session.generation:
@@ -173,7 +173,7 @@ class RoleKeeper:
                 self._state = state
                 await self._be_slave(decision)
             elif stored is not None and self._taken == (self._to_register(), stored[0].epoch):
-                await self._begin_term(Mastership(registration.broker_id, *stored), self._to_register())
+                await self._begin_epoch(Mastership(registration.broker_id, *stored), self._to_register())
             elif role.kind is RoleKind.MASTER and state is not None and state.epoch != role.epoch:
                 self._lose_epoch(state)
                 await self._be_master(claims)
@@ -184,9 +184,10 @@ class RoleKeeper:
                 role.service.state_read(*stored)
 
     async def _read_all(self) -> tuple[StateAt | None, list[KnownState]]:
-        """The state, and what the slaves that are registered know of it: never more than it says, or it was taken back.
+        """Returns the state, and the states that registered slaves know.
 
-        So the slaves are read first; and once more where the server that was asked may only be behind the others.
+        A slave that knows a newer state shows that ZooKeeper was taken back. So the slaves are read first. If they know
+        more, both are read again after a sync: the ZooKeeper server may only be behind the others.
         """
         registration = self._registration
         what = self._session, registration.broker_id
@@ -205,7 +206,7 @@ class RoleKeeper:
     # -- the roles ----------------------------------------------------------------------------------------------------
 
     def _exchange(self, role: Role, refusal: Fenced) -> Role:
-        """The one place where the role changes: ends the former one's work, and returns the former role."""
+        """Exchanges the role, ends the work of the former role and returns it. The role changes only here."""
         former = self._status.exchange(role)
         if isinstance(former, MasterRole):
             if isinstance(former.transactions, TransactionTerm):
@@ -218,12 +219,15 @@ class RoleKeeper:
         return former
 
     def _leave_role(self, refusal: Fenced) -> Role:
-        """Ends the work of the role, which keeps its kind; returns the former role."""
+        """Ends the work of the role but keeps its kind; returns the former role."""
         role = self._status.role
         return self._exchange(BetweenRoles(role.kind, role.epoch, role.reason, refusal), refusal)
 
     def _lose_epoch(self, state: BrokerState) -> None:
-        """Another one has begun in this replica's name. At once: the process that did may live, and is waited for."""
+        """Ends the epoch of a master after another process has begun a new one in its name.
+
+        This comes first, since becoming master waits for that process while it may live.
+        """
         refusal = Fenced(self._what, f"epoch {state.epoch} has begun")
         log.warning("%s: %s", self._what, refusal.reason)
         epoch = self._status.role.epoch
@@ -231,60 +235,64 @@ class RoleKeeper:
 
     async def _be_master(self, claims: list[KnownState]) -> None:
         registered = self._to_register()
-        self._folder.check_writable()  # where the term could not be noted, each attempt would use up epochs
-        self._folder.incarnation_known()  # from here on, whether or not we hear of it
+        self._folder.check_writable()  # without space to note the epoch, each attempt would use up an epoch
+        self._folder.incarnation_known()  # from here on, even if the answer is lost
         try:
             mastership = await become_master(self._session, self._registration, claims)
         except Fenced:
-            self.look_again()  # somebody was faster
+            self.look_again()  # another replica was faster
             return
-        await self._begin_term(mastership, registered)
+        await self._begin_epoch(mastership, registered)
 
-    async def _begin_term(self, mastership: Mastership, registered: tuple[int, int]) -> None:
-        """`registered`: the session and incarnation of its registration. If these changed since, it registers again.
+    async def _begin_epoch(self, mastership: Mastership, registered: tuple[int, int]) -> None:
+        """Begins an epoch that this replica has in ZooKeeper.
 
-        Raises SHORTAGES: settle() then begins the same term again. Each retry would use up an epoch otherwise.
+        `registered` is the session and the incarnation of its registration. If they have changed since, the replica
+        registers again. Raises SHORTAGES: settle() then begins the same epoch again, so that retries use up no epochs.
         """
-        refusal = Fenced(self._what, "a new term begins")
+        refusal = Fenced(self._what, "a new epoch begins")
         former = self._leave_role(refusal)
-        self._registered = -1, -1  # until all of it is done
+        self._registered = -1, -1  # until the epoch has begun
         self._taken = registered, mastership.epoch
         await self._stop_following(former)
-        self._folder.know_epoch(mastership.epoch, mastership.version)  # before anything is written under it
-        self._folder.has_caught_up()  # whatever it lacks was accepted
+        self._folder.know_epoch(mastership.epoch, mastership.version)  # before the first write in it
+        self._folder.has_caught_up()  # an operator has accepted any loss
         self._exchange(BetweenRoles(RoleKind.MASTER, mastership.epoch, "", refusal), refusal)
-        await self._lease.begin_again()  # that of this term: it may have taken long to get here
+        await self._lease.begin_again()  # the lease of this epoch: the steps before may have taken long
         if self._ids.epoch != mastership.epoch:
             self._ids.start_epoch(mastership.epoch)
-        registration, state = self._registration, mastership.state
-        settings = HASettings(
-            broker_id=registration.broker_id,
-            member=registration.member,
-            epoch=state.epoch,
-            generation=state.generation,
-            heartbeat_ms=max(min(self._session.negotiated_timeout_ms // 6, 1000), 50),
-            insync_lag_ms=self._config.insync_lag_ms,
-            link_bytes_per_s=self._config.replication_bytes_per_s,
-        )
-        self._folder.follow_generation(state.generation)
-        # What a former master had committed is in the partitions before anybody reads them, or copies them.
-        transactions = await self._transactions.begin_term(mastership.epoch, state.generation)
+        registration, generation = self._registration, mastership.state.generation
+        settings = self._settings(registration, mastership)
+        self._folder.follow_generation(generation)
+        # The commits of a former master are in the partitions before a client reads them, or a slave copies them.
+        transactions = await self._transactions.begin_term(mastership.epoch, generation)
         service = HAService(
             settings,
             self._topics,
-            (state, mastership.version),
+            (mastership.state, mastership.version),
             change=self._change,
             read=self._read,
             deposed=self.look_again,
             failed=self._log_failed,
         )
-        self._taken = None  # from here on clients may have been answered in this term
+        self._taken = None  # from here on the replica may answer clients in this epoch
         transfer = GroupTransferService(registration.broker_id, service, self._may_believe)
         self._exchange(MasterRole(mastership.epoch, service, transfer, transactions), refusal)
         log.info("%s is the master, epoch %d", self._what, mastership.epoch)
         self._mastership = mastership
         await self._offer()
         self._registered = registered
+
+    def _settings(self, registration: Registration, mastership: Mastership) -> HASettings:
+        return HASettings(
+            broker_id=registration.broker_id,
+            member=registration.member,
+            epoch=mastership.epoch,
+            generation=mastership.state.generation,
+            heartbeat_ms=max(min(self._session.negotiated_timeout_ms // 6, 1000), 50),
+            insync_lag_ms=self._config.insync_lag_ms,
+            link_bytes_per_s=self._config.replication_bytes_per_s,
+        )
 
     async def _be_slave(self, decision: RoleDecision) -> None:
         role, reason = self._status.role, decision.reason
@@ -298,14 +306,14 @@ class RoleKeeper:
         self._exchange(linked(role.epoch, reason, refusal, client), refusal)
         if link is None:
             for partition in self._topics.partitions():
-                partition.freeze()  # later on, each link does: what its master has said once, it does not say again
+                partition.freeze()  # later each new link does it: a master does not repeat a stable mark
             self._following = asyncio.ensure_future(client.run())
         what = self._session, self._registration.broker_id
         master = await self._master_watch.leave(partial(master_of, *what))
         if decision.kind is not RoleKind.SLAVE:
             master = None
-        if master is not None and self._topics.damage():  # else the damaged log may be the best that there is
-            client.follow(None)  # what was acknowledged on this link is not all here any more
+        if master is not None and self._topics.damage():  # without a master the damaged log may be the best copy
+            client.follow(None)  # some messages that were acknowledged on this link are lost here
             await self._topics.set_damaged_aside()
         self._folder.incarnation_known()
         registered = self._to_register()
@@ -331,8 +339,10 @@ class RoleKeeper:
         )
 
     def _is_linked_to_master(self, client: HAClient) -> bool:
-        """Whether the link is to who is the master by the state: it may be so without being registered, when it is cut
-        off from ZooKeeper alone. It then goes on with its slaves, and can still hand over to one."""
+        """Returns True if the link goes to the master of the state.
+
+        A master that is cut off from ZooKeeper only is not registered. It still serves its slaves, and can hand over.
+        """
         state = self._state
         if client.master is None or not client.linked:
             return False
@@ -346,8 +356,8 @@ class RoleKeeper:
             await asyncio.gather(task, return_exceptions=True)
 
     async def offer(self) -> None:
-        """Offers the topics to clients: to producers and readers as the master, to readers as a slave that has them."""
-        async with self._settling:  # of two at once the later one might win, with what the earlier one saw
+        """Offers the topics to clients: a master to producers and readers, a slave with all messages to readers."""
+        async with self._settling:  # of two at once, the one with older counts might win
             await self._offer()
 
     async def _offer(self) -> None:
@@ -373,11 +383,11 @@ class RoleKeeper:
     # -- promotion ----------------------------------------------------------------------------------------------------
 
     async def promote(self, *, accept_loss: bool) -> Mastership:
-        """Makes this replica the master: the one place where that is decided, by a person or by what watches brokers.
+        """Makes this replica the master, on request of an operator or of a program that watches brokers.
 
-        From a living master it takes over when it holds everything; a dead one is not waited for, nor one that hangs.
-        Raises Fenced when it is not in the in-sync set, unless loss is accepted; what the living master refuses with;
-        ConnectError when ZooKeeper is away.
+        It takes over from a living master when it holds all messages. It does not wait for a master that is dead or
+        hangs. Raises Fenced if it is not in the in-sync set, unless `accept_loss`; the refusal of a living master; and
+        ConnectError if ZooKeeper does not answer.
         """
         async with self._settling:
             registration = self._registration
@@ -386,7 +396,7 @@ class RoleKeeper:
             stored, claims = await self._read_all()
             if stored is None:
                 raise Fenced(self._what, "the broker id has had no master yet: start replica 0")
-            if self._topics.damage():  # nobody is to count on what it acknowledged
+            if self._topics.damage():  # what it has acknowledged must not count any more
                 self._folder.raise_incarnation("a log is damaged")
                 registration = self._registration
             state, version = stored
@@ -395,7 +405,7 @@ class RoleKeeper:
             handed_over, registered = False, self._to_register()
             if not in_sync and not accept_loss and not was_taken_back:
                 raise Fenced(self._what, "it is not in the in-sync set, so that messages would be lost")
-            self._folder.check_writable()  # else nobody would be the master
+            self._folder.check_writable()  # otherwise no replica would be the master
             if in_sync:
                 handed_over = await self._is_handed_over(state)
             mastership = await take_over(
@@ -405,17 +415,17 @@ class RoleKeeper:
                 raise Fenced(self._what, "the state has changed meanwhile: look at `metamq ha status` again")
             log.warning("%s was promoted, epoch %d%s", self._what, mastership.epoch, "" if in_sync else ", with loss")
             try:
-                await self._begin_term(mastership, registered)
+                await self._begin_epoch(mastership, registered)
             except SHORTAGES:
-                self.look_again()  # this replica is the master, and begins its term again
+                self.look_again()  # this replica is the master, and begins its epoch again
                 raise
             return mastership
 
     async def _is_handed_over(self, state: BrokerState) -> bool:
-        """Asks the master to stop, if it lives; whether it has, and this replica holds everything.
+        """Asks a living master to hand over. Returns True if it stopped writing and this replica holds all messages.
 
-        A link that is down at the moment does not tell that its master is dead, while that is registered. Raises what
-        a living master refuses with, ConnectError when ZooKeeper is away.
+        A link that is down does not show that the master is dead, while the master is registered. Raises the refusal of
+        a living master, and ConnectError if ZooKeeper does not answer.
         """
         for _ in range(2):
             role = self._status.role
@@ -433,23 +443,24 @@ class RoleKeeper:
             try:
                 await client.hand_over(HAND_OVER_MS)
                 return True
-            except Timeout as error:  # it hangs
+            except Timeout as error:  # the master hangs
                 log.warning("%s: the master does not hand over: %s", self._what, error)
                 return False
-            except ConnectError as error:  # it died just now, or the link did
+            except ConnectError as error:  # the master died just now, or the link broke
                 log.warning("%s: the link broke before the master had handed over: %s", self._what, error)
         return False
 
-    # -- what the parts ask for ---------------------------------------------------------------------------------------
+    # -- callbacks of the parts ---------------------------------------------------------------------------------------
 
     def _may_believe(self) -> bool:
-        """Whether nobody can have become master meanwhile, as far as clocks tell; true where there was never anybody
-        else."""
+        """Returns True if, by the clocks, no other replica can be the master; always if there never was another."""
         return not self._has_others or self._lease.valid()
 
-    async def _is_my_term(self) -> bool:
-        """Whether the state is that of a master's own term, and not an older one. That its session lives does not say
-        so: a promotion does not wait for the end of that."""
+    async def _is_own_epoch(self) -> bool:
+        """Returns True if the state has a master's own epoch, and is not older than the state known here.
+
+        A living session does not show that: a promotion does not wait for its end.
+        """
         role, version = self._status.role, self._folder.state_version
         if role.kind is not RoleKind.MASTER:
             return True
@@ -480,16 +491,16 @@ class RoleKeeper:
         return stored
 
     def _hold(self, state: BrokerState, version: int) -> None:
-        """The term as it stands in ZooKeeper, if it is this one's still."""
+        """Notes the state in ZooKeeper if it still has this master's epoch."""
         if state.epoch == self._status.role.epoch and version >= self._folder.state_version:
             self._know(Mastership(self._registration.broker_id, state, version))
 
     def _know(self, held: Mastership) -> None:
-        """The term as it stands is durable here before anything relies on it, see metamq.zk.cluster.epochs."""
+        """Stores a newer state of the own epoch durably before any use of it, see metamq.zk.cluster.epochs."""
         try:
             self._folder.know_epoch(held.epoch, held.version)
         except StorageError as error:
-            if not isinstance(error, SHORTAGES):  # else it is asked for again, and not held until it is known here
+            if not isinstance(error, SHORTAGES):  # after a shortage the caller asks again
                 self._failed(error)
             raise
         self._mastership = held
@@ -497,7 +508,7 @@ class RoleKeeper:
     def _log_failed(self, partition: Partition, error: MetamqError) -> None:
         if isinstance(error, CorruptData):
             self._topics.is_damaged(partition, error)
-        elif isinstance(error, SHORTAGES):  # whoever asked asks again
+        elif isinstance(error, SHORTAGES):  # after a shortage the slave asks again
             log.warning("%s", error)
         else:
             self._failed(error)
@@ -531,7 +542,7 @@ class RoleKeeper:
             role.link.flushes_now(partition)
 
     def readiness(self) -> str:
-        """Why clients are not served as they should be; empty when they are."""
+        """Returns the reason why clients are not fully served; empty: they are."""
         if self._registered[0] != self._session.generation:
             return "not registered in ZooKeeper"
         role = self._status.role
@@ -547,18 +558,18 @@ class RoleKeeper:
         return f"ZooKeeper does not answer, and the lease ended {over_s:.0f} s ago: {means}"
 
     def say_goodbye(self) -> None:
-        """The broker is going to end."""
+        """Informs the master that this broker is going to stop."""
         role = self._status.role
         if isinstance(role, SlaveRole | WaitingRole):
             role.link.say_goodbye()
 
     async def close(self) -> None:
-        """The broker ends."""
+        """Ends the role's work. The broker ends."""
         await self._stop_following(self._leave_role(Fenced(self._what, "it is stopping")))
         await self._lease.close()
 
     def statistics(self) -> dict[str, Any]:
-        """For `ha status`, STATS and metrics. Any thread."""
+        """Returns figures for `ha status`, STATS and metrics. Any thread."""
         role = self._status.role
         return {
             "replica": self._registration.replica,

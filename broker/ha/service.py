@@ -1,18 +1,18 @@
-"""HAService: the master's side of replication, for one term (epoch) of one broker id.
+"""HAService: the master's side of replication, for one epoch of one broker id.
 
 Theory of operation
 -------------------
-Every append is given to every link (HAConnection), which sends it as its state allows. Every acknowledgement moves
-the ends that a replica has reached. From these the service derives each partition's *bound*: the lowest end among the
-replicas whose acknowledgement counts (Membership.required). The log makes its stable mark of it and of its own end;
-the partition then wakes readers, and PUTs that wait. Nobody polls.
+Each link (HAConnection) gets every append, and sends it when its state allows. Each acknowledgement moves the ends that
+a replica has reached. From these the service derives each partition's *bound*: the lowest end among the replicas whose
+acknowledgement is required (Membership.required). The log derives its stable mark from the bound and its own end. The
+partition then wakes readers and waiting PUTs. No code polls.
 
 Invariant: a message is below the stable mark only when every member of the in-sync set in ZooKeeper holds it (has
-flushed it, where its topic flushes first). It holds because a member is required from before it is asked for in
-ZooKeeper until after it is known to be gone from there, and because stable marks never go down.
+flushed it, if its topic flushes first). It holds for two reasons. A member is required from before the request to add
+it to ZooKeeper until after its removal there is confirmed. And stable marks never go down.
 
-The service does not know ZooKeeper: `change` carries a compare-and-set out, and `deposed` is called once the state
-there is another master's.
+The service does not know ZooKeeper: `change` carries out a compare-and-set, and `deposed` is called when the state
+there has another epoch.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ log = logging.getLogger("metamq.broker")
 
 TICK_S = 0.1
 CLOSED_SHARE = 0.2
-"""Of the time that a slave may be behind: so long it may take to come back after it has closed its link."""
+"""Share of the time that a slave may be behind: it may take this time to come back after it has closed its link."""
 HEARTBEATS_MISSED_MAX = 3
 HAND_OVER_CHECK_S = 0.005
-REFUSED_TOLD = 10
-"""So many logs that are not replicated are told of one by one."""
+REFUSED_LISTED_MAX = 10
+"""Logs that are not replicated and are listed in statistics."""
 
 
 @dataclass(frozen=True, slots=True)
 class HASettings:
-    """What a master's service is told. Times in milliseconds, bytes per second; a limit of 0 is none."""
+    """Settings of a master's service. Times in milliseconds, bytes per second; a limit of 0 is none."""
 
     broker_id: int
     member: Member
@@ -69,7 +69,7 @@ class HASettings:
 
 
 class HAService:
-    """The links to the slaves of one master, in one term. Used by the broker's loop only."""
+    """The links to the slaves of one master, in one epoch. Used by the broker's loop only."""
 
     def __init__(
         self,
@@ -82,20 +82,20 @@ class HAService:
         deposed: Callable[[], None],
         failed: Callable[[Partition, MetamqError], None],
     ) -> None:
-        """`change` gives the new version, or None when it was refused; raises ConnectError when no answer came.
+        """`change` returns the new version, or None if it was refused, and raises ConnectError if no answer came.
 
-        `failed`: a partition's log cannot be read.
+        `failed` is called with a partition whose log cannot be read.
         """
         self.epoch = settings.epoch
         self.membership = Membership(settings.member, state[0].insync, state[1], lag_s=settings.insync_lag_ms / 1000)
         self.links: dict[int, HAConnection] = {}
-        """By replica: a replica counts once, however many connections it makes."""
+        """The link of each replica. A replica counts once, however many connections it makes."""
         self.closed = False
         self.writes_refused: Fenced | None = None
         """The reason why no more is written in this epoch: a hand-over, or another master."""
         self._is_deposed = False
         self._handing_over = 0
-        """Hand-overs under way: each of them counts on it that nothing is written."""
+        """Hand-overs in progress. Writes stay refused until none is left."""
         self._settings = settings
         self._topics = topics
         self._change = change
@@ -108,29 +108,29 @@ class HAService:
         self._away_since: dict[Member, float] = {}
         self._missing_since: dict[tuple[Member, Partition], float] = {}
         self._complete: frozenset[Member] | None = None
-        """Once a log is damaged here: who was in sync then, and so holds what is not served here any more."""
+        """Members that were in sync when a log was damaged here: they hold the lost messages. None: no damage."""
         self._changing: asyncio.Task[None] | None = None
         self._refused: dict[tuple[int, str], str] = {}
-        """Logs of slaves that are not replicated, by replica and partition, and why."""
+        """The reason for each log of a slave that is not replicated, by replica and partition."""
         for partition in topics.partitions():
             partition.stable_listener = self._stable_moved
         self._members_changed()
         if topics.damage():
             self.damaged()
 
-    # -- what the broker tells ----------------------------------------------------------------------------------------
+    # -- events in the broker -----------------------------------------------------------------------------------------
 
     def opened(self, partition: Partition) -> None:
-        """A partition was opened. Its slaves attach theirs; until then those that are required hold it back."""
+        """Binds a partition that was opened. Required slaves hold its stable mark back until they attach theirs."""
         partition.stable_listener = self._stable_moved
         self._bind(partition)
 
     def flush_changed(self, partition: Partition) -> None:
-        """What counts of a slave's acknowledgements has changed: what it holds, or what it has flushed."""
+        """Binds a partition whose acknowledgements count differently now: when held, or when flushed."""
         self._bind(partition)
 
     def slave_beyond(self, partition: Partition, position: int) -> int:
-        """A slave that lets readers see beyond this byte, by its number; -1 when none does. They take turns."""
+        """Returns a slave whose readers see beyond this byte, or -1. Partitions choose different slaves."""
         slaves = [
             link.replica
             for link in self.links.values()
@@ -140,13 +140,13 @@ class HAService:
         return sorted(slaves)[partition.index % len(slaves)] if slaves else -1
 
     def damaged(self) -> None:
-        """A log was found to be damaged here."""
+        """Notes that a log is damaged here."""
         insync = self.membership.insync
         self._complete = insync if self._complete is None else self._complete & insync
         log.warning("no slave is added to the in-sync set that was not in it before a log was damaged here")
 
     def closed_partition(self, partition: Partition) -> None:
-        """A partition was closed: its topic was deleted."""
+        """Detaches a partition that was closed: its topic was deleted."""
         self._missing_since = {key: since for key, since in self._missing_since.items() if key[1] is not partition}
         for link in self.links.values():
             place = link.places.get(partition)
@@ -154,7 +154,7 @@ class HAService:
                 link.detach(place.handle)
 
     def appended(self, partition: Partition, batch: memoryview, position: int, end_offset: int) -> None:
-        """A batch was appended at `position`."""
+        """Gives a batch that was appended at `position` to all links."""
         if not self.links:
             return
         end = ReplicaEnd(end_offset, position + len(batch))
@@ -162,24 +162,24 @@ class HAService:
             link.appended(partition, batch, position, end, partition.flushes_before_ack)
 
     def _stable_moved(self, partition: Partition) -> None:
-        """A partition's stable mark moved: slaves are to know it."""
+        """Sends a new stable mark to all slaves."""
         for link in self.links.values():
             link.stable_moved(partition)
 
     @property
     def insync_count(self) -> int:
-        """Members of the in-sync set, the master included, as ZooKeeper last confirmed."""
+        """The number of members of the in-sync set, with the master, as ZooKeeper confirmed last."""
         return self.membership.insync_count
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else's acknowledgement counts: then only the lease tells whether this is the master still."""
+        """True if no other acknowledgement is required. Then only the lease shows that this is still the master."""
         return not self._required
 
     # -- links --------------------------------------------------------------------------------------------------------
 
     def join(self, join: sync.Join, wire: Wire) -> tuple[HAConnection, sync.Accept]:
-        """A replica wants to be a slave. Raises ConfigError, Fenced."""
+        """Makes the link of a replica that joins as a slave. Raises ConfigError, Fenced."""
         settings = self._settings
         what = f"replica {join.replica} of broker {join.broker_id}"
         if join.broker_id != settings.broker_id:
@@ -189,12 +189,12 @@ class HAService:
                 f"{what} is the master here: two replicas have the same number",
                 hint="Give each replica of a broker its own --replica and data folder.",
             )
-        if join.epoch > self.epoch:  # another is the master, or ZooKeeper was taken back: it is to be looked at
+        if join.epoch > self.epoch:  # another is the master, or ZooKeeper was taken back: the keeper reads the state
             self._deposed()
             raise Fenced(f"epoch {self.epoch} of broker {join.broker_id}", f"{what} has seen epoch {join.epoch}")
         former = self.links.get(join.replica)
         if former is not None:
-            self.leave(former, "it has connected anew")
+            self.leave(former, "it has connected again")
         link = HAConnection(
             self,
             wire,
@@ -207,7 +207,7 @@ class HAService:
         return link, sync.Accept(sync.ACCEPT, self.epoch, settings.generation, settings.heartbeat_ms)
 
     def received(self, link: HAConnection, header: Any) -> None:
-        """A frame from a slave. Raises ProtocolError: the link is to be closed."""
+        """Handles a frame from a slave. Raises ProtocolError: the caller closes the connection."""
         if link.closed:
             return
         link.heard_at = self._loop.time()
@@ -240,17 +240,17 @@ class HAService:
 
     def _attach(self, link: HAConnection, partitions: Iterable[sync.AttachPartition]) -> None:
         results, begun = [], []
-        for asked in partitions:
-            partition = self._topics.get(asked.topic, asked.partition)
+        for request in partitions:
+            partition = self._topics.get(request.topic, request.partition)
             master = None if partition is None else self._side(partition)
-            if master is None:  # damaged: there is nothing to go by
+            if master is None:  # missing or damaged: nothing to compare with
                 partition = None
             slave = Side(
-                asked.topic_id,
-                LogPosition(asked.start_offset, asked.start_position),
-                LogPosition(asked.end_offset, asked.end_position),
-                asked.stable_offset,
-                asked.epochs,
+                request.topic_id,
+                LogPosition(request.start_offset, request.start_position),
+                LogPosition(request.end_offset, request.end_position),
+                request.stable_offset,
+                request.epochs,
                 link.generation,
             )
             verdict = decide(master, slave)
@@ -262,32 +262,35 @@ class HAService:
                 verdict = begin_where_needed(partition.needed_offset, slave, verdict, master.start)
             if partition is not None and partition.damage is not None:
                 verdict = wait_before_damage(partition.damage, verdict)
-            name = f"{asked.topic}/{asked.partition}"
+            name = f"{request.topic}/{request.partition}"
             log.log(verdict.level, "replica %d, %s: %s", link.replica, name, verdict.reason)
             self._refused.pop((link.replica, name), None)
             if verdict.decision is sync.SyncDecision.REFUSE:
                 self._refused[link.replica, name] = verdict.reason
             results.append(
-                sync.attach_result(asked.handle, verdict.decision, verdict.offset, verdict.position, verdict.reason)
+                sync.attach_result(request.handle, verdict.decision, verdict.offset, verdict.position, verdict.reason)
             )
             if partition is not None and verdict.decision in (sync.SyncDecision.FROM, sync.SyncDecision.RESET):
-                link.attach(asked.handle, partition, ReplicaEnd(verdict.offset, verdict.position))
+                link.attach(request.handle, partition, ReplicaEnd(verdict.offset, verdict.position))
                 if verdict.position == partition.log.start_position:
-                    begun.append((partition, asked.handle))
+                    begun.append((partition, request.handle))
         link.push(sync.Attached(sync.ATTACHED, self.epoch, results))
         for partition, handle in begun:
             self._push_producers(link, partition, handle)
 
     def _lacks(self, link: HAConnection, partition: Partition, reason: str) -> None:
-        """A slave has what readers saw and this log lacks. If it is in sync, it lacks nothing that was acknowledged: so
-        this log is damaged, however whole it looks. It is not served any more, and that slave can be promoted."""
+        """Handles a slave with messages that readers saw and this log lacks.
+
+        If the slave is in sync, it has all acknowledged messages. So this log is damaged, even if its checksums are
+        right. It is not served any more, and the slave can be promoted.
+        """
         if link.member in self.membership.insync:
             hint = f"Promote replica {link.replica}: this one then copies the partition from it."
             reason = f"replica {link.replica} is in sync and has what this log lacks: {reason}"
             self.failed(partition, CorruptData(partition.name, reason, hint=hint))
 
     def _checked(self, partition: Partition, slave: Side, verdict: SyncVerdict) -> SyncVerdict:
-        """The verdict to go on somewhere, if a batch begins there."""
+        """Returns the verdict to go on, or a refusal if no batch begins there."""
         try:
             begins = partition.log.begins_at(verdict.offset, verdict.position)
         except MetamqError as error:
@@ -296,19 +299,19 @@ class HAService:
         return verdict if begins else refuse_between_batches(slave, verdict)
 
     def _push_producers(self, link: HAConnection, partition: Partition, handle: int) -> None:
-        """What the log does not tell: of the batches that retention removed from it."""
+        """Sends the states of producers whose batches retention removed: the copied log does not show them."""
         try:
             states = partition.log.producers_before_start()
         except MetamqError as error:
             self.failed(partition, error)
             return
         if len(states) > FRAME_BYTES_MAX // 2:
-            log.warning("replica %d, %s: too many producers to tell it of", link.replica, partition.name)
+            log.warning("replica %d, %s: too many producers to send", link.replica, partition.name)
         elif states:
             link.push(sync.Producers(sync.PRODUCERS, self.epoch, handle), [states])
 
     def _side(self, partition: Partition) -> Side | None:
-        """What to decide by, None where the log is damaged."""
+        """Returns the master's side of the handshake, or None if the log is damaged."""
         if partition.closed_by is not None:
             return None
         log_ = partition.log
@@ -327,11 +330,11 @@ class HAService:
         )
 
     def closed_by_slave(self, link: HAConnection, reason: str) -> None:
-        """The slave's end of a link is closed: it was killed, or comes back very soon."""
+        """Removes a link that the slave has closed: it was killed, or comes back very soon."""
         self.leave(link, reason, since=self._loop.time() - (1 - CLOSED_SHARE) * self._settings.insync_lag_ms / 1000)
 
     def leave(self, link: HAConnection, reason: str, *, since: float | None = None) -> None:
-        """A link is gone, or is to go; its slave counts as behind since then. A second call does nothing."""
+        """Ends and removes a link. Its slave counts as behind since `since`, or now. A second call does nothing."""
         link.close(reason)
         if self.links.get(link.replica) is link:
             self._away_since[link.member] = (
@@ -359,7 +362,7 @@ class HAService:
             partition.bound(*lowest)
 
     def _members_changed(self) -> None:
-        """Whose acknowledgements count has changed: every bound is to be looked at."""
+        """Binds all partitions again if the required members have changed."""
         required = tuple(sorted(self.membership.required))
         if required != self._required or not required:
             self._required = required
@@ -369,7 +372,7 @@ class HAService:
     # -- the in-sync set ----------------------------------------------------------------------------------------------
 
     def _look_at_joiner(self, link: HAConnection) -> None:
-        """Whether a slave counts from now on, and whether it holds all that is stable."""
+        """Lets a slave join if all its partitions are live, and notes if it holds all stable messages."""
         if link.learner or link.copying or link.is_leaving:
             return
         partitions = [partition for partition in self._topics.partitions() if partition.closed_by is None]
@@ -383,14 +386,17 @@ class HAService:
             self._change_soon()
 
     def _is_complete(self, member: Member) -> bool:
-        """Whether a slave that holds what is served here lacks nothing: not so of a log that is damaged here, unless
-        it was in sync when that was found. Whoever is in sync may be promoted, and that without a loss."""
+        """Returns True if a slave that holds all messages served here lacks none.
+
+        While a log is damaged here, that is true only of members that were in sync when the damage was found. Members
+        of the in-sync set must be promotable without loss, so no other slave may be added.
+        """
         if self._complete is not None and not self._topics.damage():  # the topic was deleted
             self._complete = None
         return self._complete is None or member in self._complete
 
     def tick(self, now: float) -> None:
-        """Heartbeats, silence, who is behind. Called every TICK_S."""
+        """Sends heartbeats, ends silent links, and finds slaves that are behind. Called every TICK_S."""
         heartbeat_s = self._settings.heartbeat_ms / 1000
         for link in list(self.links.values()):
             if now - link.heard_at > HEARTBEATS_MISSED_MAX * heartbeat_s:
@@ -403,7 +409,7 @@ class HAService:
         self._missing_since = {key: since for key, since in self._missing_since.items() if key[0] in members}
         for member in members:
             self._look_after(member, now)
-        if self.membership.required != frozenset(self._required):  # one that was joining is let go
+        if self.membership.required != frozenset(self._required):  # a joining slave was dropped
             self._members_changed()
         self._change_soon()
 
@@ -411,7 +417,7 @@ class HAService:
         self.membership.behind(member, self._behind_since(member, now), now)
 
     def fell_back(self, link: HAConnection) -> None:
-        """A slave is not sent every append any more: what is joining does not hold the others up."""
+        """Drops a joining slave that is not sent every append any more: writes must not wait for it."""
         if self.membership.stage(link.member) is Stage.JOINING:
             self.membership.gone(link.member)
             self._members_changed()
@@ -420,13 +426,15 @@ class HAService:
         link = self.links.get(member[0])
         if link is None:
             return self._away_since.setdefault(member, now)
-        if link.member != member or link.is_leaving:  # it does not come back, or not soon
+        if link.member != member or link.is_leaving:  # this incarnation does not come back, or not soon
             return -math.inf
         self._away_since.pop(member, None)
         since = link.behind_since()
         for partition in self._topics.partitions():
             place = link.places.get(partition)
-            if partition.closed_by is not None or (place is not None and place.live):  # damaged here: none can have it
+            if partition.closed_by is not None or (
+                place is not None and place.live
+            ):  # damaged here: no slave can copy it
                 self._missing_since.pop((member, partition), None)
                 continue
             missing_since = self._missing_since.setdefault((member, partition), now)
@@ -447,11 +455,11 @@ class HAService:
             log.error("the in-sync set was not changed: %s", error, exc_info=error)
 
     async def _ask_for(self, change: Change) -> None:
-        """One compare-and-set, and what is known after it. Until then nothing else is asked."""
+        """Requests one change and notes its outcome. Until then there is no other request."""
         before = self.membership.insync
         try:
             version = await self._change(change)
-        except MetamqError as error:  # not of ConnectError alone: a state that cannot be read is no verdict, either
+        except MetamqError as error:  # any error: an unreadable state leaves the outcome unknown, too
             log.info("whether the in-sync set was changed is not known: %s", error)
             version = None
         if self.closed or self._is_deposed:
@@ -464,22 +472,22 @@ class HAService:
         if not self.closed:
             self._members_changed()
             if self.membership.insync != before:
-                self._tell_insync(before)
+                self._log_insync(before)
 
-    def _tell_insync(self, before: Iterable[Member]) -> None:
+    def _log_insync(self, before: Iterable[Member]) -> None:
         replicas = {replica for replica, _ in self.membership.insync}
         lost = {replica for replica, _ in before} - replicas
         words = ", ".join(f"replica {replica}" for replica in sorted(replicas))
-        log.log(logging.WARNING if lost else logging.INFO, "in sync are now: %s", words)
+        log.log(logging.WARNING if lost else logging.INFO, "now in sync: %s", words)
 
     async def _read_state(self) -> None:
-        """After a lost answer: reads before concluding, for as long as it takes."""
-        said = ""
+        """Reads the state after a lost answer, again and again until it succeeds."""
+        logged = ""
         while not self.closed:
             try:
                 state, version = await self._read()
             except MetamqError as error:
-                if not isinstance(error, ConnectError) and said != (said := str(error)):
+                if not isinstance(error, ConnectError) and logged != (logged := str(error)):
                     log.error("the in-sync set is left as it is: %s", error)
                 await asyncio.sleep(TICK_S)
                 continue
@@ -487,14 +495,14 @@ class HAService:
             return
 
     def state_read(self, state: BrokerState, version: int) -> None:
-        """What stands in ZooKeeper: another epoch deposes this master."""
+        """Notes the state in ZooKeeper. Another epoch deposes this master."""
         if state.epoch != self.epoch:
             self._depose(state)
         elif self._changing is None or self._changing.done() or asyncio.current_task() is self._changing:
             self.membership.read(state.insync, version)
 
     def _depose(self, state: BrokerState) -> None:
-        """Nothing more is taken or asked for; the role ends as soon as the broker gets to it."""
+        """Stops writes and requests of a deposed master. The keeper ends the role soon."""
         if not self._is_deposed:
             self._is_deposed = True
             self.membership.deposed()
@@ -502,10 +510,10 @@ class HAService:
             self.writes_refused = Fenced(f"broker {self._settings.broker_id}", reason)
         self._deposed()
 
-    # -- giving the role away -----------------------------------------------------------------------------------------
+    # -- hand-over ---------------------------------------------------------------------------------------------------
 
     async def _hand_over(self, link: HAConnection, wait_ms: int) -> None:
-        """A slave wants to become master: no more writes, until it holds all, or the time is over."""
+        """Refuses writes for a slave that will be promoted, and answers when it holds all, or after `wait_ms`."""
         what = f"broker {self._settings.broker_id}"
         reason = ""
         self._handing_over += 1
@@ -520,7 +528,7 @@ class HAService:
         if not link.closed:
             link.push(sync.HandedOver(sync.HANDED_OVER, self.epoch, link.sent_seq, reason))
         if not reason:
-            with contextlib.suppress(TimeoutError):  # then it did not take over: it said so, or is gone
+            with contextlib.suppress(TimeoutError):  # the slave did not take over
                 async with asyncio.timeout(wait_ms / 1000):
                     await self._ended.wait()
         if not self.closed:
@@ -537,7 +545,7 @@ class HAService:
         )
 
     def close(self, reason: str) -> None:
-        """The term is over."""
+        """Ends the epoch and all its links."""
         self.closed = True
         self._ended.set()
         for partition in self._topics.partitions():
@@ -549,14 +557,14 @@ class HAService:
             self._changing.cancel()
 
     def statistics(self) -> dict[str, Any]:
-        """For `ha status`, STATS and metrics. Any thread."""
+        """Returns figures for `ha status`, STATS and metrics. Any thread."""
         now = self._loop.time()
         return {
             "insync": sorted(replica for replica, _ in self.membership.insync),
             "slaves": [self._link_statistics(link, now) for link in list(self.links.values())],
             "refused": [
                 f"replica {replica}, {name}: {reason}" for (replica, name), reason in list(self._refused.items())
-            ][:REFUSED_TOLD],
+            ][:REFUSED_LISTED_MAX],
         }
 
     def _link_statistics(self, link: HAConnection, now: float) -> dict[str, Any]:
