@@ -82,7 +82,7 @@ class Acceptor:
         if not self._is_failing:
             self._is_failing = True
             log.error(
-                "no connection is accepted at present: %s. Those that come wait. Raise the limit on open files, %s "
+                "no connection is accepted at present: %s. New ones wait. Raise the limit on open files, %s "
                 "(`ulimit -n`), or lower connections_max or open_files_max.",
                 error.strerror or error, f"{descriptors_max():,}",
             )  # fmt: skip

@@ -7,7 +7,7 @@
     none yet                              any other replica, or a learner          WAITING for a first master
     names this replica as master          in the in-sync set, or alone             MASTER of the next epoch
     names this replica as master          a new incarnation, and other replicas    WAITING for the promotion of one of
-                                          are in sync                              them: it may lack messages of theirs
+                                          are in sync                              them, which may have more messages
     names this replica as master          back with an empty or an older data      WAITING for an operator
                                           folder, and no replica is in sync
     names another replica as master       any                                      SLAVE of that replica

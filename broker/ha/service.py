@@ -488,7 +488,7 @@ class HAService:
                 state, version = await self._read()
             except MetamqError as error:
                 if not isinstance(error, ConnectError) and logged != (logged := str(error)):
-                    log.error("the in-sync set is left as it is: %s", error)
+                    log.error("the in-sync set stays unchanged: %s", error)
                 await asyncio.sleep(TICK_S)
                 continue
             self.state_read(state, version)

@@ -280,7 +280,7 @@ class Broker:
             reason = "is a copy, or was moved to another disk: it may be older than what the replica had last"
             is_older = not await self._is_complete_copy()
         elif max(await self._known_incarnations(), default=0) > self._folder.incarnation:  # in a folder, it only rises
-            reason = "is not the one that the replica used last: it lacks what was stored in that one"
+            reason = "is not the one that the replica used last: it lacks messages that are in that one"
         else:
             return
         former = await self._incarnations_before()

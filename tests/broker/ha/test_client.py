@@ -14,7 +14,8 @@ import pytest
 from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.topics import Topics
 from metamq.broker.ha import client as ha_client
-from metamq.broker.ha.client import HAClient, _Link
+from metamq.broker.ha.client import HAClient
+from metamq.broker.ha.slave_link import SlaveLink
 from metamq.errors import MetamqError
 from metamq.wire import sync
 from metamq.zk.cluster.brokers import Registration
@@ -42,7 +43,7 @@ class SlaveEnd:
             known_epoch=lambda: 0, begun=lambda epoch: None,
             followed=self.followed.append, readable_changed=lambda: None, full=lambda: None, failed=fails,
         )  # fmt: skip
-        self.link = _Link(client, self, topics, client._flusher)  # type: ignore[arg-type]
+        self.link = SlaveLink(client, self, topics, client._flusher)  # type: ignore[arg-type]
         topics.closing = self.link.detach
         self.link.begin(sync.Accept(sync.ACCEPT, EPOCH, 2, 3_600_000))
 

@@ -14,7 +14,8 @@ from metamq.broker.data.data_folder import DataFolder
 from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.partition import BatchIds
 from metamq.broker.data.topics import Topics
-from metamq.broker.ha.client import DECIDING_S, HAClient, _Link
+from metamq.broker.ha.client import HAClient
+from metamq.broker.ha.slave_link import DECIDING_S, SlaveLink
 from metamq.broker.log import FileCache
 from metamq.errors import ClosedError, MetamqError
 from metamq.wire import sync
@@ -88,7 +89,7 @@ def test_thousands_of_cuts_leave_the_loop_to_others_and_what_comes_behind_them_w
             followed=lambda generation: None, readable_changed=lambda: None, full=lambda: None, failed=fails,
         )  # fmt: skip
         line = Line()
-        link = _Link(client, line, topics, Flusher(fails))  # type: ignore[arg-type]
+        link = SlaveLink(client, line, topics, Flusher(fails))  # type: ignore[arg-type]
         link.begin(sync.Accept(sync.ACCEPT, EPOCH, 1, 1000))
         is_slow = True
         cut_to = end // BATCHES
