@@ -221,7 +221,7 @@ class SlaveLink:
         else:
             if decision is sync.SyncDecision.RESET:
                 self._owner.readable.discard(partition)
-                self._topics.remove_leftovers(partition.reset_to(result.offset, result.position))
+                self._topics.remove_orphans(partition.reset_to(result.offset, result.position))
             elif result.position < partition.log.end_position:
                 self._cut(partition, result.position)
             partition.flushed_listener = self._flushed

@@ -13,7 +13,7 @@ import pytest
 
 from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.topics import Topics
-from metamq.broker.ha import client as ha_client
+from metamq.broker.ha import slave_link
 from metamq.broker.ha.client import HAClient
 from metamq.broker.ha.slave_link import SlaveLink
 from metamq.errors import MetamqError
@@ -135,7 +135,7 @@ def test_a_generation_is_followed_once_the_last_log_is_decided_upon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     """A log that has to wait is not decided upon: under a generation that was followed it could not be cut any more."""
-    monkeypatch.setattr(ha_client, "ATTACH_AGAIN_S", 0.01)
+    monkeypatch.setattr(slave_link, "ATTACH_AGAIN_S", 0.01)
 
     async def scene(_master: Any, topics: Topics) -> None:
         other = replace(FLUSHED, topic="other")
