@@ -22,55 +22,55 @@ class BrokerConfig:
     id: int = 0
     """Broker id: the replica group. Unique in a cluster."""
     replica: int = 0
-    """This replica's number among those of the broker id; kept in its data folder, where another is an error."""
+    """The number of this replica within the broker id. The data folder keeps it; another number there is an error."""
     learner: bool = False
-    """A slave that never counts as in sync, and is never promoted without loss."""
+    """True for a slave that never joins the in-sync set. Its promotion may always lose messages."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8123
     """Port to listen on; 0 takes a free one."""
     advertise: str = ""
-    """Host that clients and slaves connect to, where it is not `host` (containers, NAT). Several, separated by commas,
-    are tried in their order: those outside and those inside may reach it under different names."""
+    """Host for clients and slaves, if it differs from `host` (containers, NAT). Clients try several, separated by
+    commas, in their order: the broker may have one name inside and another one outside."""
     data: str = "./metamq-data/broker"
-    """Data folder; one broker a folder."""
+    """Data folder; one broker per folder."""
     http_port: int = 8120
     """Port of /metrics, /healthz and /readyz; 0 takes a free one, -1 serves none."""
     session_timeout_ms: int = 10_000
-    """ZooKeeper session time-out: how long a dead broker stays registered."""
+    """ZooKeeper session time-out: a dead broker stays registered this long."""
     disk_reserve_bytes: int = 256 * MEBIBYTE
     """Writes are refused below this much free disk; reads and retention go on."""
     retention_check_s: float = 30.0
-    """How often retention, checkpoints and free disk are looked after."""
+    """Seconds between two rounds of retention, checkpoints and checks of the free disk space."""
     insync_lag_ms: int = 5_000
-    """A slave that holds a master's writes up for so long leaves the in-sync set."""
+    """A slave that delays the master's acknowledgements this long leaves the in-sync set."""
     far_behind_bytes: int = 1024 * MEBIBYTE
-    """A reader that is further behind in a partition may be told to read from a slave; 0 tells nobody."""
+    """The master sends a reader that is further behind in a partition to a slave; 0 sends no reader away."""
     replication_bytes_per_s: int = 0
-    """A master sends no more to each slave; 0 is no limit."""
+    """The rate at which a master sends to one slave; 0 is no limit."""
     scrub_bytes_per_s: int = 8 * MEBIBYTE
-    """How much of the logs is verified in the background; 0 verifies nothing."""
+    """The rate at which logs are verified in the background; 0 verifies nothing."""
     scrub_every_s: float = 86_400.0
-    """How often all of the logs are verified, if `scrub_bytes_per_s` suffices for that."""
+    """Seconds between two verifications of all logs, if `scrub_bytes_per_s` suffices."""
     drain_timeout_s: float = 10.0
-    """How long a stop waits for requests under way."""
+    """Seconds that a stop waits for running requests."""
     branch_grace_ms: int = 10_000
-    """A transaction over several brokers that its client does not end is left to it for so long; then they end it."""
+    """The time for a client to end a transaction over several brokers. After it the brokers end the transaction."""
     transactions_min_insync: int = 1
     """Replicas that must be in sync for transactions to be prepared and committed."""
     connections_max: int = 10_000
-    """Further ones are turned away, but for slaves and administrators; also bounded by what the process's limit on open
-    files leaves."""
+    """More connections are refused, except those of slaves and administrators. The process's limit on open files may
+    lower this number."""
     connections_per_address_max: int = 0
-    """Of one IP address; 0 is no limit."""
+    """Connections from one IP address; 0 is no limit."""
     idle_timeout_s: float = 600.0
-    """A connection that has never asked for anything is closed after so long; 0 keeps it."""
+    """A connection without any request is closed after this time; 0 keeps it."""
     unread_timeout_s: float = 300.0
-    """A connection that does not read its answers is closed after so long, much earlier where their memory is short."""
+    """A connection that does not read its answers is closed after this time, or earlier if their memory is short."""
     answer_memory_bytes: int = 256 * MEBIBYTE
-    """Answers that are not read, of all connections; where it is used up, readers get one batch at a time."""
+    """Memory for unread answers of all connections. When it is used up, readers get one batch at a time."""
     request_memory_bytes: int = 256 * MEBIBYTE
-    """Requests under way, of all connections; what is more waits unread until some are answered."""
+    """Memory for running requests of all connections. Further requests wait in their sockets."""
     open_files_max: int = 0
     """Log files kept open; 0 takes half of the process's limit."""
 

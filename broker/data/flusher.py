@@ -22,7 +22,7 @@ from threading import Thread
 
 from metamq.broker.data.partition import Partition
 from metamq.broker.log import FlushTicket
-from metamq.broker.trouble import Trouble
+from metamq.broker.log_once import LogOnce
 from metamq.errors import DiskFull, MetamqError, TooManyOpenFiles, TooManyThreads
 from metamq.threads import start
 
@@ -53,7 +53,7 @@ class Flusher:
         self._running: set[Partition] = set()
         self._at_once = 2 * threads
         self._retry: asyncio.TimerHandle | None = None
-        self._trouble = Trouble()
+        self._log_once = LogOnce()
         self._waiting: dict[Partition, list[asyncio.Future[bool]]] = {}
         """Futures for the end of the running flush, or of the next one: True if it covered everything."""
         self._threads: list[Thread] = []
@@ -109,13 +109,13 @@ class Flusher:
             if ticket is None:
                 _answer(self._waiting.pop(partition, []), True)
                 continue
-            self._trouble.is_over("flushes continue")
+            self._log_once.worked("flushes continue")
             self.flushes += 1
             self._running.add(partition)
             self._to_sync.put((asyncio.get_running_loop(), partition, ticket))
 
     def _try_again(self, error: TooManyOpenFiles) -> None:
-        self._trouble.lasts("flushes wait", error)
+        self._log_once.failed("flushes wait", error)
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(TICK_S, self._retry_now)
 

@@ -29,7 +29,7 @@ from metamq.broker.log.disk.files import no_descriptor
 from metamq.broker.log.disk.scan import damaged
 from metamq.broker.log.disk.segments import Segment
 from metamq.broker.log.scrub import Walk
-from metamq.broker.trouble import Trouble
+from metamq.broker.log_once import LogOnce
 from metamq.errors import CorruptData, MetamqError
 from metamq.threads import start_pool
 
@@ -55,7 +55,7 @@ class Scrubber:
         self._reports: dict[tuple[Partition, int], None] = {}
         """(partition, offset) of damaged batches, in the order of the reports."""
         self._reported = asyncio.Event()
-        self._trouble = Trouble()
+        self._log_once = LogOnce()
         self._verified_bytes = self._pass_bytes = 0
         self._pass_ended_s = time.time()
         self._is_complete = False
@@ -118,11 +118,11 @@ class Scrubber:
                 if lack is None:
                     log.warning("%s: %s was not verified: %s", partition.name, walk.piece.path, error)
                     return False
-                self._trouble.lasts("logs are not verified at present", lack)
+                self._log_once.failed("logs are not verified at present", lack)
             await asyncio.sleep(RETRY_S)  # else the pass would end without having verified anything
             if not _is_same(partition, cuts, walk.piece):
                 return False
-        self._trouble.is_over("logs are verified again")
+        self._log_once.worked("logs are verified again")
         if walk.problem is None or not _is_same(partition, cuts, walk.piece):
             return True
         self._found(partition, damaged(walk.piece.path, walk.position, walk.problem))

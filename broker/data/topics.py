@@ -23,7 +23,7 @@ from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog, s
 from metamq.broker.log.disk.derived import remove_orphans
 from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.log.fresh import is_half_made
-from metamq.broker.trouble import Trouble
+from metamq.broker.log_once import LogOnce
 from metamq.errors import (
     ConfigError,
     CorruptData,
@@ -272,25 +272,25 @@ class Topics:
             await asyncio.sleep(0)  # recovery reads files, and there may be a thousand logs
 
     async def _made(self, config: TopicConfig, indexes: list[int], makes_missing: bool) -> dict[int, str]:
-        trouble = Trouble()
+        log_once = LogOnce()
         while True:
             try:
                 return await asyncio.get_running_loop().run_in_executor(
                     self._executor, self._make, config, indexes, makes_missing
                 )
             except TooManyOpenFiles as error:
-                trouble.lasts(f"the logs of topic {config.topic!r} wait", error)
+                log_once.failed(f"the logs of topic {config.topic!r} wait", error)
                 await asyncio.sleep(RETRY_S)
 
     async def _open_log(self, folder: str, name: str, settings: LogConfig) -> PartitionLog:
-        trouble = Trouble()
+        log_once = LogOnce()
         on_loss = self._folder.raise_incarnation
         while True:
             try:
                 now_us = time.time_ns() // 1000
                 return PartitionLog.open(folder, name, settings, self._files, now_us=now_us, on_loss=on_loss)
             except TooManyOpenFiles as error:
-                trouble.lasts(f"{name} waits", error)
+                log_once.failed(f"{name} waits", error)
                 await asyncio.sleep(RETRY_S)
 
     def _name(self, topic: str, index: int) -> str:

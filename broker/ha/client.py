@@ -20,7 +20,7 @@ from metamq.broker.data.topics import Topics
 from metamq.broker.ha.attempts import HAState, LinkAttempts
 from metamq.broker.ha.slave_link import SlaveLink
 from metamq.broker.log.replicated import CopyDamaged
-from metamq.broker.trouble import Trouble
+from metamq.broker.log_once import LogOnce
 from metamq.client.fetch.damage import report_to
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, DiskFull, Fenced, MetamqError, ProtocolError, StorageError
@@ -82,7 +82,7 @@ class HAClient:
         self._changed = asyncio.Event()
         self.attempts = LinkAttempts()
         self._link: SlaveLink | None = None
-        self._trouble = Trouble()
+        self._log_once = LogOnce()
         self._damaged: OffsetsEntry | None = None
         """A batch that came damaged and is not reported to the master yet."""
 
@@ -120,7 +120,7 @@ class HAClient:
                 if isinstance(error, StorageError) and not error.retriable:
                     self._failed(error)
                     return
-                self._trouble.lasts(f"no link to the master at {master.address}", error)
+                self._log_once.failed(f"no link to the master at {master.address}", error)
                 await self._report_damage(master)
                 self.state = HAState.READY
                 await self.attempts.pause()
@@ -167,7 +167,7 @@ class HAClient:
             self._begun(frame.epoch)  # durably, before a frame of the epoch is applied
             self.epoch = frame.epoch
             self._link = link
-            self._trouble.is_over(f"linked to the master at {master.address} again")
+            self._log_once.worked(f"linked to the master at {master.address} again")
             link.begin(frame)
             self.state = HAState.TRANSFER
             self.attempts.linked()

@@ -32,9 +32,9 @@ from metamq.broker.ha.insync import Change
 from metamq.broker.ha.role import BetweenRoles, MasterRole, ReplicaStatus, Role, SlaveRole, WaitingRole
 from metamq.broker.ha.service import TICK_S, HAService, HASettings
 from metamq.broker.log.disk.files import SHORTAGES
+from metamq.broker.log_once import LogOnce
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.broker.transactions.term import TransactionTerm
-from metamq.broker.trouble import Trouble
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout
 from metamq.zk.cluster.brokers import (
     BrokerState,
@@ -126,16 +126,16 @@ class RoleKeeper:
 
     async def run(self) -> None:
         """Settles the role after each event, until cancelled."""
-        trouble = Trouble()
+        log_once = LogOnce()
         while True:
             await self._changed.wait()
             self._changed.clear()
             try:
                 await self._session.connected()
                 await self.settle()
-                trouble.is_over("the role is followed again")
+                log_once.worked("the role is followed again")
             except (ConnectError, CorruptData, *SHORTAGES) as error:
-                trouble.lasts("the role is not followed at present", error)
+                log_once.failed("the role is not followed at present", error)
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
 

@@ -16,8 +16,8 @@ from metamq.broker.data.partition import Partition
 from metamq.broker.data.topics import Topics
 from metamq.broker.ha.role import ReplicaStatus
 from metamq.broker.log import FLUSH, Steps
+from metamq.broker.log_once import LogOnce
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
-from metamq.broker.trouble import Trouble
 from metamq.errors import CorruptData, DiskFull, MetamqError, TooManyOpenFiles
 from metamq.threads import start_pool
 
@@ -54,7 +54,7 @@ class Housekeeping:
         self._executor = start_pool(1, "metamq-housekeeping")
         self._config = config
         self._failed = failed
-        self._trouble = Trouble()
+        self._log_once = LogOnce()
         self._due = asyncio.Event()
         self._due.set()
         self.check_disk()
@@ -97,17 +97,17 @@ class Housekeeping:
             except CorruptData as error:
                 self._topics.is_damaged(partition, error)
             except TooManyOpenFiles as error:
-                self._trouble.lasts("retention and checkpoints wait", error)
+                self._log_once.failed("retention and checkpoints wait", error)
                 return
             except DiskFull as error:
-                self._trouble.lasts("some of retention and checkpoints waits", error)
+                self._log_once.failed("some of retention and checkpoints waits", error)
             except MetamqError as error:
                 if partition.closed_by is None:  # an error of a partition that was closed meanwhile does not count
                     self._failed(error)
                     return
             self.check_disk()
             await asyncio.sleep(0)
-        self._trouble.is_over("retention and checkpoints go on")
+        self._log_once.worked("retention and checkpoints go on")
 
     async def _look_after(self, partition: Partition) -> None:
         # Asked for each partition: a commit since the start of this round may have appended to this one.

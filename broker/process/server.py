@@ -36,12 +36,12 @@ from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.ha.decide_role import RoleKind
 from metamq.broker.log import FileCache
 from metamq.broker.log.disk.files import SHORTAGES
+from metamq.broker.log_once import LogOnce
 from metamq.broker.process.http import StatusServer
 from metamq.broker.process.parts import make_parts
 from metamq.broker.transactions.followers import Followers
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import journal_config
-from metamq.broker.trouble import Trouble
 from metamq.errors import (
     ClosedError,
     ConfigError,
@@ -146,12 +146,12 @@ class Broker:
 
     async def _opened_folder(self) -> DataFolder:
         """Opens the data folder. On a full disk it waits for free space."""
-        trouble = Trouble()
+        log_once = LogOnce()
         while True:
             try:
                 return DataFolder.open(Path(self.config.data), self.config.id, self.config.replica)
             except DiskFull as error:
-                trouble.lasts(f"broker {self.config.id} waits for space on its disk", error)
+                log_once.failed(f"broker {self.config.id} waits for space on its disk", error)
                 await asyncio.sleep(RETRY_S)
 
     async def _until_answered(self, step: Callable[[], Awaitable[None]]) -> None:
@@ -339,7 +339,7 @@ class Broker:
             return error
 
     async def _follow_topics(self) -> None:
-        trouble = Trouble()
+        log_once = LogOnce()
         while True:
             await self._topics_changed.wait()
             self._topics_changed.clear()
@@ -349,9 +349,9 @@ class Broker:
                 await self._parts.keeper.offer()
                 if (full := self._topics.without_room()) is not None:
                     raise full.with_traceback(None)
-                trouble.is_over("topics are followed again")
+                log_once.worked("topics are followed again")
             except (ConnectError, CorruptData, *SHORTAGES) as error:
-                trouble.lasts("topics are not followed at present", error)
+                log_once.failed("topics are not followed at present", error)
                 await asyncio.sleep(RETRY_S)
                 self._topics_changed.set()
 

@@ -74,7 +74,7 @@ def test_a_setting_that_does_not_fit_is_an_error(bare: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"METAMQ_JAVA=.* is not a Java that runs"):
         find_java()
     monkeypatch.setenv("METAMQ_JAVA", str(fake_java(bare / "old", "1.8.0_392")))
-    with pytest.raises(ConfigError, match=f"is Java 8, ZooKeeper needs {OLDEST_JAVA} or later"):
+    with pytest.raises(ConfigError, match=f"is Java 8, but ZooKeeper needs {OLDEST_JAVA} or later"):
         find_java()
 
 
