@@ -1,1 +1,1 @@
-"""Requests: from connections, within limits, to what carries them out."""
+"""Requests: connections, limits, and the processors of commands."""
