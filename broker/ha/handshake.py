@@ -15,10 +15,10 @@ Then this epoch is ignored, and the next older common epoch counts.
 If the logs have no common point from which the master has all data, the slave is emptied and copied again.
 
 Messages below the slave's stable mark have been seen by readers. The slave gives them up only under a newer generation
-than it has followed so far: ZooKeeper raises the generation when an operator accepts a loss. Otherwise the partition is
-refused, and its data stays as it is. Messages that the master's retention has removed do not count as given up. A slave
-is also refused if it would go on in the middle of a batch of the master. No correct replica does, but the master cannot
-trust the list of another process.
+than it has followed so far: a new master raises the generation in ZooKeeper if messages may be lost. Otherwise the
+partition is refused, and its data stays as it is. Messages that the master's retention has removed do not count as
+given up. A slave is also refused if it would go on in the middle of a batch of the master. No correct replica does, but
+the master cannot trust the list of another process.
 
 So a slave stores a generation as its own only when all its partitions have passed the handshake in it. Within a
 generation, all that readers have seen of a replica is the same at every later master. Therefore a member of the in-sync

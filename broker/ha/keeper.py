@@ -206,7 +206,10 @@ class RoleKeeper:
     # -- the roles ----------------------------------------------------------------------------------------------------
 
     def _exchange(self, role: Role, refusal: Fenced) -> Role:
-        """Exchanges the role, ends the work of the former role and returns it. The role changes only here."""
+        """Exchanges the role, ends the work of a former master, returns the former role. The role changes only here.
+
+        The caller stops the link of a former slave: see _stop_following().
+        """
         former = self._status.exchange(role)
         if isinstance(former, MasterRole):
             if isinstance(former.transactions, TransactionTerm):
@@ -251,12 +254,12 @@ class RoleKeeper:
         registers again. Raises SHORTAGES: settle() then begins the same epoch again, so that retries use up no epochs.
         """
         refusal = Fenced(self._what, "a new epoch begins")
+        self._registered = -1, -1  # until the epoch has begun: the replica is not ready
         former = self._leave_role(refusal)
-        self._registered = -1, -1  # until the epoch has begun
         self._taken = registered, mastership.epoch
         await self._stop_following(former)
         self._folder.know_epoch(mastership.epoch, mastership.version)  # before the first write in it
-        self._folder.has_caught_up()  # an operator has accepted any loss
+        self._folder.has_caught_up()  # as the master it has all messages that count from now on
         self._exchange(BetweenRoles(RoleKind.MASTER, mastership.epoch, "", refusal), refusal)
         await self._lease.begin_again()  # the lease of this epoch: the steps before may have taken long
         if self._ids.epoch != mastership.epoch:

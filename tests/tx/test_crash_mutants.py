@@ -29,23 +29,23 @@ Patch = pytest.MonkeyPatch
 
 def append_before_the_commit_record(patch: Patch, _own: DiskOs) -> None:
     """As Metamorphosis does: into the partitions first, then the record."""
-    with_ids, bring = TransactionalCommandProcessor._with_ids, CommitApplier.bring
+    with_ids, apply = TransactionalCommandProcessor._with_ids, CommitApplier.apply
 
     def early(self: TransactionalCommandProcessor, term: TransactionTerm, record: Record) -> Record:
         record = with_ids(self, term, record)
         if isinstance(record, Commit | Heuristic) and not term.journal.holds:
             branch = term.store.branches[record.branch.xid]
-            bring(
+            apply(
                 term.commits,
                 CommittedBranch(0, 0, record.branch, dict(enumerate(branch.bodies)), record.first_batch_id),
             )
         return record
 
     def only_redo(self: CommitApplier, committed: CommittedBranch, present: Any = None) -> int:
-        return bring(self, committed, present) if present is not None else 0
+        return apply(self, committed, present) if present is not None else 0
 
     patch.setattr(TransactionalCommandProcessor, "_with_ids", early)
-    patch.setattr(CommitApplier, "bring", only_redo)
+    patch.setattr(CommitApplier, "apply", only_redo)
 
 
 def redo_blindly(patch: Patch, _own: DiskOs) -> None:
@@ -56,13 +56,13 @@ def redo_blindly(patch: Patch, _own: DiskOs) -> None:
 def look_from_where_it_was_appended_first(patch: Patch, _own: DiskOs) -> None:
     """What takes its place after a loss lies below: only a second crash shows it."""
     hints: dict[tuple[int, Key], int] = {}
-    redo, bring = CommitApplier._redo, CommitApplier.bring
+    redo, apply = CommitApplier._redo, CommitApplier.apply
 
     def noted(self: CommitApplier, committed: CommittedBranch, present: Any = None) -> int:
         for body in committed.bodies.values() if present is None else []:
             partition = self._topics.find(*body.place.key)
             hints.setdefault((committed.first_batch_id, key_of(partition)), partition.log.end_position)
-        return bring(self, committed, present)
+        return apply(self, committed, present)
 
     def from_the_hint(self: CommitApplier, state: JournalState, wanted: list[int]) -> Iterator[int]:
         ids = {state.unmarked[lsn].first_batch_id for lsn in wanted}
@@ -73,7 +73,7 @@ def look_from_where_it_was_appended_first(patch: Patch, _own: DiskOs) -> None:
         state.mark = state.mark._replace(ends=[(*key, position) for key, position in lowest.items()])
         yield from redo(self, state, wanted)
 
-    patch.setattr(CommitApplier, "bring", noted)
+    patch.setattr(CommitApplier, "apply", noted)
     patch.setattr(CommitApplier, "_redo", from_the_hint)
 
 
@@ -172,13 +172,13 @@ def cut_the_journal_without_writing_down_what_is_remembered(patch: Patch, _own: 
 
 def new_ids_at_each_try(patch: Patch, _own: DiskOs) -> None:
     """A batch is known by its id."""
-    bring = CommitApplier.bring
+    apply = CommitApplier.apply
 
     def renumbered(self: CommitApplier, committed: CommittedBranch, present: Any = None) -> int:
         first = self._journal._ids.reserve(len(committed.bodies))
-        return bring(self, committed._replace(first_batch_id=first), present)
+        return apply(self, committed._replace(first_batch_id=first), present)
 
-    patch.setattr(CommitApplier, "bring", renumbered)
+    patch.setattr(CommitApplier, "apply", renumbered)
 
 
 def trust_what_was_written(patch: Patch, _own: DiskOs) -> None:
