@@ -3,8 +3,8 @@
 It follows one master at a time, by one link after the other (metamq.broker.ha.slave_link). Its states:
 
     READY       no link: connects to the master when its address is known, with growing pauses
-    HANDSHAKE   joined: sends the ends and epochs of its logs, and the master decides where each goes on
-    TRANSFER    applies frames and acknowledges them
+    HANDSHAKE   has sent JOIN and waits for the ACCEPT
+    TRANSFER    sends the ends and epochs of its logs, goes on where the master decides, acknowledges what it holds
     SHUTDOWN    stopped
 """
 

@@ -1,7 +1,7 @@
 """GroupTransferService: decides at a master if a PUT is taken, and when it is acknowledged.
 
     replication   acknowledged when                            depends on
-    sync          every in-sync replica holds it (stable)      the in-sync set alone, no clock
+    sync          every in-sync replica holds it (stable)      the in-sync set; the lease only if it is the master alone
     async         this replica has stored it                   the lease, if there ever was a slave
 
 `min_insync` is checked twice. Before the append, a refusal means that nothing was stored. Before the answer, the set
