@@ -567,8 +567,9 @@ class RoleKeeper:
             role.link.say_goodbye()
 
     async def close(self) -> None:
-        """Ends the role's work. The broker ends."""
-        await self._stop_following(self._leave_role(Fenced(self._what, "it is stopping")))
+        """Ends the role's work, after a running promotion: it ends soon once the session is closed."""
+        async with self._settling:
+            await self._stop_following(self._leave_role(Fenced(self._what, "it is stopping")))
         await self._lease.close()
 
     def statistics(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,18 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.data.partition import Partition
+from metamq.broker.ha.keeper import RoleKeeper
+from metamq.broker.ha.role import BetweenRoles
 from metamq.broker.transactions import processor
-from metamq.errors import TooManyOpenFiles
+from metamq.broker.transactions.processor import TransactionalCommandProcessor
+from metamq.errors import MetamqError, TooManyOpenFiles
 from metamq.testing import BrokerProcess
 from metamq.tx.store.fold import Entry
 from metamq.zk.cluster.brokers import read_state, state_json
 from metamq.zk.session.session import Session
 from tests.broker.ha.test_replication import Group, a_sync_topic, group, send
 from tests.broker.test_disk import SmallDisk, small_disk
-from tests.parts import LocalBroker, statistics, values_to_end, wait_until
+from tests.parts import SLOW_S, LocalBroker, statistics, values_to_end, wait_until
 
 __all__ = ["group", "small_disk"]
 
@@ -119,3 +123,34 @@ def test_a_term_that_lacks_descriptors_uses_up_one_epoch(
         assert known_epoch(group, 7) == 17, "the next of this replica's numbers after 1"
         with group.cluster.consumer(topics=["t"], idle_timeout_s=0.5) as consumer:
             assert values_to_end(consumer) == [b"before", b"after"]
+
+
+def test_a_promotion_that_runs_when_the_broker_stops_leaves_no_master(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker waits for the promotion, and ends the role that it brings."""
+    begin, begun = TransactionalCommandProcessor.begin_term, threading.Event()
+    close, closing = RoleKeeper.close, threading.Event()
+
+    async def paused(own: TransactionalCommandProcessor, epoch: int, generation: int) -> object:
+        begun.set()
+        await asyncio.to_thread(closing.wait)
+        return await begin(own, epoch, generation)
+
+    async def noted(keeper: RoleKeeper) -> None:
+        closing.set()
+        await close(keeper)
+
+    topic = a_sync_topic(group)
+    with LocalBroker(group.cluster.zookeeper, tmp_path / "slave", id=0, replica=1) as slave:
+        group.wait_insync(0, 1)
+        send(group, topic, 5)
+        monkeypatch.setattr(TransactionalCommandProcessor, "begin_term", paused)
+        monkeypatch.setattr(RoleKeeper, "close", noted)
+        parts = slave.broker._parts
+        promotion = asyncio.run_coroutine_threadsafe(parts.keeper.promote(accept_loss=False), slave.loop)
+        wait_until(begun.is_set)
+        slave.loop.call_soon_threadsafe(slave.broker.end)
+        with pytest.raises(MetamqError):
+            promotion.result(SLOW_S)
+    assert isinstance(parts.status.role, BetweenRoles)
