@@ -39,7 +39,7 @@ class BrokerConfig:
     session_timeout_ms: int = 10_000
     """ZooKeeper session time-out: a dead broker stays registered this long."""
     disk_reserve_bytes: int = 256 * MEBIBYTE
-    """Writes are refused below this much free disk; reads and retention go on."""
+    """Writes are refused below this much free disk; reads and retention continue."""
     retention_check_s: float = 30.0
     """Seconds between two rounds of retention, checkpoints and checks of the free disk space."""
     insync_lag_ms: int = 5_000

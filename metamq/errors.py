@@ -423,12 +423,12 @@ class TooManyThreads(MetamqError):
 
 
 class OwnershipLost(MetamqError):
-    """Another consumer owns the partition now. It receives the messages that were not committed."""
+    """The partition is another consumer's now, or its messages are counted already. Uncommitted messages come again."""
 
     def __init__(self, topic: str, partition: str, reason: str) -> None:
         super().__init__(
-            f"partition {partition} of {topic!r} is no longer owned by this consumer: {reason}",
-            hint="Roll back the results of its uncommitted messages: the new owner receives them again.",
+            f"partition {partition} of {topic!r} is refused to this consumer: {reason}",
+            hint="Roll back the results of its uncommitted messages: its owner receives them again.",
         )
         self.topic = topic
         self.partition = partition

@@ -2,7 +2,7 @@
 
 The log's files are searched for the time. The cost depends on the data of producers. So the search runs in slices
 (metamq.broker.front_door.slices), and one request has SEARCH_S_MAX of the loop's time for all its searches. A search
-that is not finished by then ends with a Timeout. The log remembers its progress: the same request goes on from there.
+that is not finished by then ends with a Timeout. The log remembers its progress: the same request continues from there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LookUps:
             if entry.damaged >= 0:  # also in the broker's own topics, which a slave copies
                 self._report(self._topics.find(entry.topic, entry.topic_id, entry.partition), entry.damaged)
             partition = role.find(entry.topic, entry.topic_id, entry.partition)
-            if entry.offset >= 0:  # the reader goes on from there, so only the master answers
+            if entry.offset >= 0:  # the reader continues from there, so only the master answers
                 _is_sure, error = parted(partition, entry.offset, entry.epoch, role)
                 if error is not None:
                     raise error
@@ -99,6 +99,6 @@ def _within_limit(search: Search, work: SlicedWork) -> Search:
             found: tuple[int, int] | None = end.value
             return found
         if work.used_s > SEARCH_S_MAX:
-            hint = "Ask again: the search goes on where it was. Ask for fewer partitions at once."
+            hint = "Ask again: the search continues where it was. Ask for fewer partitions at once."
             raise Timeout("the search for a time", SEARCH_S_MAX, hint=hint)
         yield

@@ -428,7 +428,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             stalled = self._connection.in_frame and not self._reading_paused and self._received_bytes < STALL_BYTES
         self._received_bytes, self._sent_bytes = 0, sent_bytes
         if stalled and self._suspect:
-            self._drop("has left a request half done, or an answer unread, and does not go on")
+            self._drop("has left a request half done, or an answer unread, and does not continue")
         elif now - self._sent_at > self._timeouts.unread_s:
             self._drop(f"has left {unsent_bytes:,} bytes unread for {now - self._sent_at:.0f} s")
         elif self._timeouts.idle_s and now - self._greeted_at > self._timeouts.idle_s:

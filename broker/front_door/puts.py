@@ -91,12 +91,12 @@ class PendingPut:
 class TxProcessor:
     """Used by the broker's loop only."""
 
-    def __init__(self, status: ReplicaStatus, transactions: TransactionalCommandProcessor) -> None:
-        self._status = status
+    def __init__(self, replica: ReplicaStatus, transactions: TransactionalCommandProcessor) -> None:
+        self._replica = replica
         self._transactions = transactions
 
     def tx(self, request: Request, connection: SessionConnection) -> None:
         """Carries out a TX, unless this master is leaving. Raises Fenced, and as TransactionalCommandProcessor.tx()."""
-        if (leaving := self._status.leaving) is not None:
+        if (leaving := self._replica.leaving) is not None:
             raise leaving.with_traceback(None)
         self._transactions.tx(request, connection)

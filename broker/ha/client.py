@@ -4,7 +4,7 @@ It follows one master at a time, by one link after the other (metamq.broker.ha.s
 
     READY       no link: connects to the master when its address is known, with growing pauses
     HANDSHAKE   has sent JOIN and waits for the ACCEPT
-    TRANSFER    sends the ends and epochs of its logs, goes on where the master decides, acknowledges what it holds
+    TRANSFER    sends the ends and epochs of its logs, continues where the master decides, acknowledges what it holds
     SHUTDOWN    stopped
 """
 

@@ -240,7 +240,7 @@ class HAConnection:
 
     def _fall_back(self) -> None:
         """Drops the queue of a slave that is too slow. Its batches are copied from the log later."""
-        log.info("replica %d falls behind: it goes on by copying from the logs", self.replica)
+        log.info("replica %d falls behind: it continues by copying from the logs", self.replica)
         for entry in self._queue:
             place = entry.place
             if place.live:

@@ -5,8 +5,8 @@ Theory of operation
 Each log has a list of epochs: (epoch, offset, position) for the beginning of each epoch. An epoch has exactly one
 master, which wrote one sequence of batches. A log that has one of these batches is equal to that master's log below it.
 So two logs are equal up to the end of the newest common epoch; of its two ends the lower one counts. The slave is cut
-there and goes on there. This also holds for a slave that is longer than the master, for logs with epochs that the other
-lacks, and for epochs without a batch: they have nothing that could differ.
+there and continues there. This also holds for a slave that is longer than the master, for logs with epochs that the
+other lacks, and for epochs without a batch: they have nothing that could differ.
 
 The first entry of a list may be at the log's start, because retention removed the part before it. Any other entry is
 the true beginning of its epoch, and must be the same in both lists. If the entries differ, two masters used one epoch.
@@ -17,8 +17,8 @@ If the logs have no common point from which the master has all data, the slave i
 Messages below the slave's stable mark have been seen by readers. The slave gives them up only under a newer generation
 than it has followed so far: a new master raises the generation in ZooKeeper if messages may be lost. Otherwise the
 partition is refused, and its data stays as it is. Messages that the master's retention has removed do not count as
-given up. A slave is also refused if it would go on in the middle of a batch of the master. No correct replica does, but
-the master cannot trust the list of another process.
+given up. A slave is also refused if it would continue in the middle of a batch of the master. No correct replica does,
+but the master cannot trust the list of another process.
 
 So a slave stores a generation as its own only when all its partitions have passed the handshake in it. Within a
 generation, all that readers have seen of a replica is the same at every later master. Therefore a member of the in-sync
@@ -105,16 +105,16 @@ def decide(master: Side | None, slave: Side) -> SyncVerdict:
 
 
 def refuse_between_batches(slave: Side, verdict: SyncVerdict) -> SyncVerdict:
-    """Returns a refusal of a verdict to go on where no batch of the master begins: the logs differ below that, too."""
+    """Returns a refusal to continue where no batch of the master begins: the logs differ below that, too."""
     reason = (
-        f"it is not replicated, and its data is kept: it would go on at offset {verdict.offset:,}, byte "
+        f"it is not replicated, and its data is kept: it would continue at offset {verdict.offset:,}, byte "
         f"{verdict.position:,}, and no batch of the master's begins there. Empty its data folder to copy it again"
     )
     return SyncVerdict(SyncDecision.REFUSE, *slave.end, reason, logging.ERROR)
 
 
 def begin_where_needed(needed_offset: int, slave: Side, verdict: SyncVerdict, start: LogPosition) -> SyncVerdict:
-    """Returns the verdict to go on, or to copy again if the slave lacks a part that its master's log still needs.
+    """Returns the verdict to continue, or to copy again if the slave lacks a part that its master's log still needs.
 
     The slave has removed that part because of a MARK that was given up since.
     """
@@ -128,10 +128,12 @@ def begin_where_needed(needed_offset: int, slave: Side, verdict: SyncVerdict, st
 
 
 def wait_before_damage(damage: CorruptData, verdict: SyncVerdict) -> SyncVerdict:
-    """Returns the verdict to go on, or to wait if the copy would reach the damage in the master's log: the copy and the
-    link would end there."""
-    goes_on = verdict.decision in (SyncDecision.FROM, SyncDecision.RESET)
-    if not goes_on or (damage.position is not None and verdict.position > damage.position):
+    """Returns the verdict to continue, or to wait if the copy would reach the damage in the master's log.
+
+    There the copy and the link would end.
+    """
+    continues = verdict.decision in (SyncDecision.FROM, SyncDecision.RESET)
+    if not continues or (damage.position is not None and verdict.position > damage.position):
         return verdict
     return _wait(f"the master's log cannot be copied: {damage.problem}")
 
@@ -180,7 +182,7 @@ def _from_reason(master: Side, slave: Side, agreed: LogPosition) -> str:
     cut = slave.end.offset - agreed.offset
     tail = f"{_messages(behind)} behind the master" if behind else "where the master ends, too"
     if not cut:
-        return f"it goes on at offset {agreed.offset:,}, {tail}"
+        return f"it continues at offset {agreed.offset:,}, {tail}"
     return f"it is cut from offset {slave.end.offset:,} to {agreed.offset:,}, {tail}: {_messages(cut)} that it lacks"
 
 
@@ -220,7 +222,7 @@ def _are(count: int) -> str:
 
 
 def level_at_slave(result: AttachResult, start_position: int, end_position: int) -> int:
-    """Returns a level of logging: a slave logs what its log loses, but not that thousands of logs simply go on."""
+    """Returns a level of logging: a slave logs what its log loses, but not that thousands of logs simply continue."""
     decision = SyncDecision(result.decision)
     if decision is SyncDecision.REFUSE:
         return logging.WARNING

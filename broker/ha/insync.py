@@ -11,7 +11,7 @@ acknowledgement. Instead it keeps this invariant:
 So a new member counts before the request to add it, and a removed member until the answer to its removal. A request
 whose answer was lost counts both ways, until it can have no effect any more:
 
-    stage       required   in ZooKeeper   goes on to
+    stage       required   in ZooKeeper   continues to
     OUT         no         no             JOINING, when the slave is sent every append (live), and keeps up
     JOINING     yes        no             ADDING, when it holds all that is stable; OUT, when it is away or behind
     ADDING      yes        perhaps        IN, when confirmed; else back to JOINING

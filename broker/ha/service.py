@@ -290,7 +290,7 @@ class HAService:
             self.failed(partition, CorruptData(partition.name, reason, hint=hint))
 
     def _checked(self, partition: Partition, slave: Side, verdict: SyncVerdict) -> SyncVerdict:
-        """Returns the verdict to go on, or a refusal if no batch begins there."""
+        """Returns the verdict to continue, or a refusal if no batch begins there."""
         try:
             begins = partition.log.begins_at(verdict.offset, verdict.position)
         except MetamqError as error:

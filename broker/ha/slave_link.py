@@ -7,9 +7,8 @@ checksums and against the end of its log. After each piece of input one acknowle
 sequence numbers: everything up to the first is written (held), and everything up to the second that must be flushed is
 flushed. Fsyncs run beside the loop, each for many batches.
 
-Anything that does not fit (a gap, a wrong epoch, damage) ends the link. The next handshake decides where to go on. No
-frame is ever skipped.
-"""
+Anything that does not fit (a gap, a wrong epoch, damage) ends the link. The next handshake decides where to continue.
+No frame is ever skipped."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ class SlaveLink:
         self._to_acknowledge = ToAcknowledge(self._handles)
         self._generation = 0
         self._undecided: set[int] = set()
-        """Handles for which the master has not said where to go on."""
+        """Handles for which the master has not said where to continue."""
         self._waiting: set[Partition] = set()
         """Partitions for which the master cannot decide yet."""
         self._deciding: deque[sync.AttachResult] = deque()

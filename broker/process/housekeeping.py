@@ -107,7 +107,7 @@ class Housekeeping:
                     return
             self.check_disk()
             await asyncio.sleep(0)
-        self._log_once.worked("retention and checkpoints go on")
+        self._log_once.worked("retention and checkpoints continue")
 
     async def _look_after(self, partition: Partition) -> None:
         # Asked for each partition: a commit since the start of this round may have appended to this one.

@@ -384,7 +384,7 @@ class Broker:
                 self.fail(MetamqError(f"internal error: {error!r}"))
 
     def fail(self, error: MetamqError) -> None:
-        """Ends the broker with this error. It must not go on."""
+        """Ends the broker with this error. It must not continue."""
         if self.failure is None:
             self.failure = error
             log.critical("broker %d stops: %s", self.config.id, error)

@@ -84,7 +84,7 @@ def up(
 
     Prints a line to paste into the shells of clients; with the usual port, clients on this machine do not need it. With
     -o json it prints all addresses on one line. If a master or slave is killed, the command reports it, and the others
-    go on. Slaves have the next free ports. The broker's settings come from [broker] of the TOML file and from
+    continue. Slaves have the next free ports. The broker's settings come from [broker] of the TOML file and from
     METAMQ_BROKER_... variables, except its id, replica number, address, ports and data folder.
 
     \b

@@ -1,8 +1,8 @@
 """The broker of `metamq up`: a process for each replica, and the messages when one of them ends.
 
-If a replica ends, the command reports it and the others go on: a user who killed it wants to see how they take over.
+If a replica ends, the command reports it and the others continue: a user who killed it wants to see how they take over.
 The roles are not stored here: they are in ZooKeeper, and may change at any time. Replicas that a user started by hand
-are not stored either. So ZooKeeper goes on when no process started here is left. Only the end of a broker without
+are not stored either. So ZooKeeper keeps running when no process started here is left. Only the end of a broker without
 slaves ends the command.
 """
 
@@ -117,9 +117,9 @@ class Replicas:
             known = {}
         role = known[ended.number].role if ended.number in known else ""
         left = any(not member.ended for member in self.members)
-        goes_on = "The others go on." if left else "No replica started here is left; ZooKeeper runs until Ctrl-C."
+        others = "The others continue." if left else "No replica started here is left; ZooKeeper runs until Ctrl-C."
         what = f"Replica {ended.number}, the {role}," if role else f"Replica {ended.number}"
-        say(f"{what} {ended.child.how_it_ended()}. {goes_on}", fg="yellow")
+        say(f"{what} {ended.child.how_it_ended()}. {others}", fg="yellow")
         if not ended.child.was_killed():
             say(error.hint)
         if role == "master":

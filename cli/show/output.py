@@ -37,7 +37,7 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """Prints one JSON document on one line, and flushes it: its reader needs it while the command goes on."""
+    """Prints one JSON document on one line, and flushes it: its reader needs it while the command continues."""
     click.echo(escaped_json(json.dumps(value, ensure_ascii=False)))
     sys.stdout.flush()
 

@@ -103,7 +103,7 @@ class ConsumerApi(Generic[T]):
                     self._seek_now(tp, counted)
                 else:
                     one.state.sought_offset = offset  # the next commit begins there
-                raise OwnershipLost(*tp, reason=f"it is counted up to offset {counted} already")
+                raise OwnershipLost(*tp, reason=f"its messages are counted up to offset {counted} already")
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
         """Seeks. In the blocking consumer, waits for the seek."""

@@ -21,7 +21,7 @@ class RefusedReader(DataSourceStreamReader):
         raise self._error
 
     def latestOffset(self, *_args: Any) -> dict[str, Any]:
-        """Raises the error. Spark calls this first for a query that goes on."""
+        """Raises the error. Spark calls this first for a query that continues."""
         raise self._error
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:

@@ -154,7 +154,7 @@ class StreamPlanner:
     def _lost(self, losses: list[MetamqError]) -> None:
         if losses and self._options.fail_on_data_loss:
             kept = "" if isinstance(losses[0], OffsetOutOfRange) else f"{losses[0].hint} "  # that hint is for consumers
-            losses[0].hint = f"{kept}To go on without the lost messages: failOnDataLoss=false."
+            losses[0].hint = f"{kept}To continue without the lost messages: failOnDataLoss=false."
             raise losses[0]
         for loss in losses:
             if str(loss) not in self._warned:
@@ -162,7 +162,7 @@ class StreamPlanner:
                 log.warning("messages are left out, failOnDataLoss is false: %s", loss)
 
     def _publish(self, done: Places, *, is_end: bool) -> None:
-        """Publishes the place from which Spark asks to go on: the query has read up to it."""
+        """Publishes the place from which Spark asks to continue: the query has read up to it."""
         if self._publisher is None:
             return
         if is_end:

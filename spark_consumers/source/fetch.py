@@ -371,7 +371,7 @@ class Fetching:
 
     def _failed(self, error: MetamqError) -> None:
         """Raises an error that does not pass; else waits, longer each time."""
-        if isinstance(error, OffsetDiverged):  # a streaming query's driver goes on from where the logs agree
+        if isinstance(error, OffsetDiverged):  # a streaming query's driver continues from where the logs agree
             self._lost(error, self._wanted.end)
             return
         if isinstance(error, OffsetOutOfRange):
@@ -404,7 +404,7 @@ class Fetching:
         """Raises the error, or skips the lost messages."""
         if self._task.fail_on_data_loss:
             if isinstance(error, OffsetOutOfRange):
-                error.hint = "To go on without the lost messages: failOnDataLoss=false."
+                error.hint = "To continue without the lost messages: failOnDataLoss=false."
             raise error
         go_on_at = min(go_on_at, self._wanted.end)
         log.warning(

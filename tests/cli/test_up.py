@@ -136,7 +136,7 @@ def test_a_replica_that_ends_is_told_and_the_other_goes_on(
     said = running.process.stdout
     assert said is not None
     master.kill()
-    assert said.readline() == b"Replica 0, the master, was ended by SIGKILL. The others go on.\n"
+    assert said.readline() == b"Replica 0, the master, was ended by SIGKILL. The others continue.\n"
     promote = said.readline().decode().removeprefix("To make a slave the master: metamq ").split()
     again = said.readline().decode().removeprefix("To start it again: metamq ").split()
     assert offline(*promote, "--yes", *here).status == 0

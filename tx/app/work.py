@@ -36,7 +36,7 @@ class GlobalTransaction:
     ) -> None:
         """`staging`: None if the caller makes the batches, for send_encoded(). `branch_timeout_s`: brokers roll back
         what is not prepared this long after now; 0 is their own limit, from their START on. `patience_s`: seconds to
-        wait for a broker at which a branch begins, or that cannot go on with a branch now. For a new branch the wait is
+        wait for a broker at which a branch begins, or that cannot continue a branch now. For a new branch the wait is
         at least `answer_s`."""
         self.gtrid = gtrid
         self.branches: dict[int, Branch] = {}

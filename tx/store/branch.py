@@ -48,7 +48,7 @@ class BranchState:
     """LSN of the branch's oldest record in the journal; -1 if there is no record."""
     sessions: dict[str, Association] = field(default_factory=dict)
     batches_of: dict[str, int] = field(default_factory=dict)
-    """Batches that each session has sent. The count goes on when a session ends its work and joins again."""
+    """Batches that each session has sent. The count continues when a session ends its work and joins again."""
     messages_of: dict[str, int] = field(default_factory=dict)
     """Messages that each session has sent."""
     timeout_s: float = 0.0
