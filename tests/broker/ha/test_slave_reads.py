@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -26,6 +25,7 @@ from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group,
 from tests.parts import statistics, until_answered, wait_until
 
 FAR_BYTES = 64 * 1024
+FETCH_WAIT_MS = 500
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ class Reader:
         self._next: dict[str, int] = defaultdict(int)
         self._may = threading.Semaphore(0)
         self._free = False
-        self.consumer: Consumer[bytes] = group.cluster.consumer(topics=[topic], fetch_wait_ms=500, **settings)
+        self.consumer: Consumer[bytes] = group.cluster.consumer(topics=[topic], fetch_wait_ms=FETCH_WAIT_MS, **settings)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -81,6 +81,11 @@ class Reader:
 
 def bytes_out(broker: BrokerProcess) -> int:
     found: int = statistics(broker)["counters"]["bytes_out"]
+    return found
+
+
+def fetches(broker: BrokerProcess) -> int:
+    found: int = statistics(broker)["counters"]["fetches"]
     return found
 
 
@@ -129,7 +134,8 @@ def test_consumers_read_on_from_a_slave_while_there_is_no_master_and_go_back(
         new.read_all(values)
         wait_until(lambda: "reading from slaves" in caplog.text, what="that told")
         caplog.clear()  # a machine that is slow takes longer to find the slave than to complain
-        time.sleep(1.5 * WARN_AFTER_S)
+        answered, long_polls = fetches(slave), int(2000 * WARN_AFTER_S / FETCH_WAIT_MS)
+        wait_until(lambda: fetches(slave) >= answered + long_polls, what="empty answers for longer than WARN_AFTER_S")
         assert "cannot be fetched at present" not in caplog.text
         group.replicas[0].start()
         group.wait_insync(0, 1)
