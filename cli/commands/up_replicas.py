@@ -117,9 +117,9 @@ class Replicas:
             known = {}
         role = known[ended.number].role if ended.number in known else ""
         left = any(not member.ended for member in self.members)
-        others = "The others continue." if left else "No replica started here is left; ZooKeeper runs until Ctrl-C."
+        effect = "The others continue." if left else "No replica started here is left; ZooKeeper runs until Ctrl-C."
         what = f"Replica {ended.number}, the {role}," if role else f"Replica {ended.number}"
-        say(f"{what} {ended.child.how_it_ended()}. {others}", fg="yellow")
+        say(f"{what} {ended.child.how_it_ended()}. {effect}", fg="yellow")
         if not ended.child.was_killed():
             say(error.hint)
         if role == "master":
