@@ -9,14 +9,14 @@ from __future__ import annotations
 import ast
 import io
 import re
-import subprocess
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.test_style import ROOT, text_files
+
 INSTEAD_OF = {
     r"told|tells? of": "reports, notifies, says",
     r"anew": "again, from scratch",
@@ -98,8 +98,8 @@ def read(path: Path) -> Iterator[str]:
 
 
 def test_texts_are_read_once() -> None:
-    listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True)
-    files = [ROOT / name for name in listed.stdout.split() if not name.startswith("tests/")]
+    files = [path for path in text_files() if path.suffix in (".md", ".py") and path.parts[len(ROOT.parts)] != "tests"]
+    assert len(files) > 300
     found = [problem for path in files for problem in read(path)]
     assert not found, "\n".join(found)
 
