@@ -6,7 +6,8 @@ retention may remove a segment, or the log may be cut or emptied. So a problem c
 piece after the step: see `DurableLog.has_piece`.
 
 Bytes from the page cache prove nothing about the disk, and a scrub must not fill that cache with bytes that no client
-reads. So bytes that were not cached are dropped from the cache after they are verified; cached bytes stay. A file is
+reads. So bytes that were not cached are dropped from the cache after they are verified; cached bytes stay. If the file
+system does not say which bytes are cached, all of them stay: the kernel then drops what is read once first. A file is
 open only while it is read, so that a file that retention removes frees its space at once.
 """
 
@@ -46,22 +47,26 @@ class ColdFiles(ReadOnlyFiles):
             cached = _read_cached(fd, view, at)
             if cached == size:
                 return view
-            count = cached + os.preadv(fd, [view[cached:]], at + cached)
-            if _NO_WAIT:
-                os.posix_fadvise(fd, at + cached, size - cached, os.POSIX_FADV_DONTNEED)
+            begin = cached or 0
+            count = begin + os.preadv(fd, [view[begin:]], at + begin)
+            if cached is not None:
+                os.posix_fadvise(fd, at + begin, size - begin, os.POSIX_FADV_DONTNEED)
             return view[:count]
         finally:
             os.close(fd)
 
 
-def _read_cached(fd: int, view: memoryview, at: int) -> int:
-    """Reads the leading bytes that are in the page cache into the view; returns their number."""
+def _read_cached(fd: int, view: memoryview, at: int) -> int | None:
+    """Reads the leading bytes that are in the page cache into the view; returns their number, or None if the system
+    does not say which bytes are cached."""
     if not _NO_WAIT:
-        return 0
+        return None
     try:
         return os.preadv(fd, [view], at, _NO_WAIT)
-    except OSError:  # no cached bytes, or the file system does not support this
+    except BlockingIOError:
         return 0
+    except OSError:  # the file system does not support this, as overlayfs in containers
+        return None
 
 
 class Walk:
