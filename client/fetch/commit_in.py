@@ -2,7 +2,7 @@
 
 The row holds the offset up to which messages are counted. Results of messages before an offset may be stored together
 with that offset only if none of these messages is counted yet. It is not enough that this consumer still owns the row,
-which the row's group generation shows: the outcome of a database commit may be unknown. If its answer was lost, the
+which the row's claim generation shows: the outcome of a database commit may be unknown. If its answer was lost, the
 application processes the message again, although its results are stored. Then the row holds more than it may, and the
 new transaction is refused.
 

@@ -16,7 +16,7 @@ class AssignedPartition:
     """A partition to consume. `claim.committed` is the offset to continue at, or None if the group has committed none.
 
     Its topic id may be that of a deleted topic of the same name, and its epoch may be unknown to the log: then the
-    offset has no meaning in the present log. Commit with this claim; only its group generation matters there.
+    offset has no meaning in the present log. Commit with this claim; only its claim generation matters there.
     """
 
     claim: Ownership

@@ -105,7 +105,7 @@ class Holdings:
         self.waiting: dict[TopicPartition, str] = {}
         """The partitions of this member in the plan -> the member that still owns them."""
         self._published: dict[TopicPartition, tuple[int, int]] = {}
-        """The claim's group generation, and the offset that was published with it."""
+        """The claim generation, and the offset that was published with it."""
         self.moved_at = 0.0
         """The time (time.monotonic) at which a partition was last claimed, or changed its phase."""
 

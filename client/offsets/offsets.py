@@ -1,7 +1,7 @@
 """The storage of a group's committed offsets: the protocol, and the default, ZooKeeper.
 
 A storage fences: it accepts a commit only while the claim of the commit is the partition's last one. The owner nodes in
-ZooKeeper decide which member consumes; every storage compares the claim's group generation.
+ZooKeeper decide which member consumes; every storage compares the claim generation.
 
 Delivery is at least once with every storage, because results and offsets are two writes. If the results go to the same
 database as the offsets, in one transaction (`DatabaseOffsets`), each message counts exactly once.

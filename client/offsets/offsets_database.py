@@ -1,6 +1,6 @@
 """Offsets in a table of any DB-API database: in the same transaction as the results, each message counts exactly once.
 
-One row per group and partition holds the group generation of the last claim and the next offset. The fence is in the
+One row per group and partition holds the claim generation of the last claim and the next offset. The fence is in the
 rows, because ZooKeeper cannot stop a transaction that a frozen process left open:
 
     claim    UPDATE ... SET generation = mine WHERE generation < mine: waits at the row's lock for the open transaction
