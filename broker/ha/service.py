@@ -107,6 +107,9 @@ class HAService:
         self._required: tuple[Member, ...] = ()
         self._away_since: dict[Member, float] = {}
         self._missing_since: dict[tuple[Member, Partition], float] = {}
+        self._lacks_since: dict[Member, float] = {}
+        """The time since which a slave lacks something, kept until a later link has brought it. Without it a slave that
+        links again and again, and stores nothing, would stay in sync, and all writes would wait for it."""
         self._complete: frozenset[Member] | None = None
         """Members that were in sync when a log was damaged here: they hold the lost messages. None: no damage."""
         self._changing: asyncio.Task[None] | None = None
@@ -335,8 +338,11 @@ class HAService:
 
     def leave(self, link: HAConnection, reason: str, *, since: float | None = None) -> None:
         """Ends and removes a link. Its slave counts as behind since `since`, or now. A second call does nothing."""
+        lacks_since = link.behind_since()
         link.close(reason)
         if self.links.get(link.replica) is link:
+            if lacks_since is not None:
+                self._lacks_since.setdefault(link.member, lacks_since)
             self._away_since[link.member] = (
                 -math.inf if link.is_leaving else self._loop.time() if since is None else since
             )
@@ -407,6 +413,7 @@ class HAService:
         members = slaves | self.membership.required
         self._away_since = {member: since for member, since in self._away_since.items() if member in members}
         self._missing_since = {key: since for key, since in self._missing_since.items() if key[0] in members}
+        self._lacks_since = {member: since for member, since in self._lacks_since.items() if member in members}
         for member in members:
             self._look_after(member, now)
         if self.membership.required != frozenset(self._required):  # a joining slave was dropped
@@ -430,6 +437,11 @@ class HAService:
             return -math.inf
         self._away_since.pop(member, None)
         since = link.behind_since()
+        if member in self._lacks_since:
+            if link.has_caught_up(self._topics.partitions(), now):
+                del self._lacks_since[member]
+            else:
+                since = min(self._lacks_since[member], now if since is None else since)
         for partition in self._topics.partitions():
             place = link.places.get(partition)
             is_damaged_here = partition.closed_by is not None  # no slave can copy it
