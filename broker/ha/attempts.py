@@ -1,10 +1,14 @@
-"""The attempts of a slave to link to its master. The pause grows after each failure; hurry() skips it."""
+"""The attempts of a slave to link to its master. The pause grows after each failure and each short link; hurry() skips
+it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import enum
+import math
+import time
 
 from metamq.errors import ConnectError, MetamqError
 
@@ -26,6 +30,7 @@ class LinkAttempts:
 
     def __init__(self) -> None:
         self._pause_s = PAUSE_FIRST_S
+        self._linked_at_s = math.inf
         self._hurried = asyncio.Event()
         self._decided = asyncio.Event()
 
@@ -35,7 +40,7 @@ class LinkAttempts:
 
     def linked(self) -> None:
         """Notes that there is a link."""
-        self._pause_s = PAUSE_FIRST_S
+        self._linked_at_s = time.monotonic()
         self._decided.set()
 
     def failed(self, error: MetamqError) -> None:
@@ -49,6 +54,9 @@ class LinkAttempts:
 
     async def pause(self) -> None:
         """Waits between two attempts."""
+        if time.monotonic() - self._linked_at_s > PAUSE_MAX_S:
+            self._pause_s = PAUSE_FIRST_S
+        self._linked_at_s = math.inf
         try:
             async with asyncio.timeout(self._pause_s):  # wait_for() of Python 3.11 may lose a cancellation
                 await self._hurried.wait()

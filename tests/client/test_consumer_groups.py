@@ -126,6 +126,7 @@ class Attacked:
     partitions: list[str]
     database: str = ""
     members: list[Member] = field(default_factory=list)
+    leaving: list[Member] = field(default_factory=list)
     freezes: list[Freeze] = field(default_factory=list)
     _names: int = 0
 
@@ -147,6 +148,7 @@ class Attacked:
             assert member.process.stdout.readline() == "joined\n", self.errors()
 
     def leave(self, member: Member) -> None:
+        """Does not wait: it may wait for a database's lock, which a frozen member holds."""
         self._end(member, signal.SIGTERM)
 
     def kill(self, member: Member) -> None:
@@ -156,7 +158,13 @@ class Attacked:
         self.thaw(member)
         member.process.send_signal(number)
         self.members.remove(member)
-        member.process.communicate(timeout=90)
+        self.leaving.append(member)
+
+    def wait_left(self) -> None:
+        """Until all who are leaving have ended. None may be frozen."""
+        while self.leaving:
+            self.leaving[-1].process.communicate(timeout=90)
+            self.leaving.pop()
 
     def freeze(self, member: Member) -> None:
         if member.frozen_at is None:
@@ -223,6 +231,7 @@ class Attacked:
         self.shop.until(lambda: self.committed() == ends, limit_s)
         while self.members:
             self.leave(self.members[0])
+        self.wait_left()
 
 
 class Watcher:
@@ -313,7 +322,7 @@ def attacked(shop: Shop, folder: Path, group: str, partitions: int, storage: str
         assert watcher.problems == []
         assert watcher.looks > 20
     finally:
-        for member in target.members:
+        for member in target.members + target.leaving:
             member.process.kill()
             member.process.communicate()
 
