@@ -20,13 +20,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from metamq.broker.data.partition import Partition
 from metamq.broker.data.topics import Topics
+from metamq.broker.ha.behind import BehindTimes
 from metamq.broker.ha.connection import HAConnection, ReplicaEnd, Wire
 from metamq.broker.ha.flow import FlowMonitor
 from metamq.broker.ha.handshake import (
@@ -105,11 +105,7 @@ class HAService:
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._required: tuple[Member, ...] = ()
-        self._away_since: dict[Member, float] = {}
-        self._missing_since: dict[tuple[Member, Partition], float] = {}
-        self._lacks_since: dict[Member, float] = {}
-        """The time since which a slave lacks something, kept until a later link has brought it. Without it a slave that
-        links again and again, and stores nothing, would stay in sync, and all writes would wait for it."""
+        self._behind = BehindTimes(topics)
         self._complete: frozenset[Member] | None = None
         """Members that were in sync when a log was damaged here: they hold the lost messages. None: no damage."""
         self._changing: asyncio.Task[None] | None = None
@@ -150,7 +146,7 @@ class HAService:
 
     def closed_partition(self, partition: Partition) -> None:
         """Detaches a partition that was closed: its topic was deleted."""
-        self._missing_since = {key: since for key, since in self._missing_since.items() if key[1] is not partition}
+        self._behind.forget_partition(partition)
         for link in self.links.values():
             place = link.places.get(partition)
             if place is not None:
@@ -338,18 +334,13 @@ class HAService:
 
     def leave(self, link: HAConnection, reason: str, *, since: float | None = None) -> None:
         """Ends and removes a link. Its slave counts as behind since `since`, or now. A second call does nothing."""
-        lacks_since = link.behind_since()
-        link.close(reason)
         if self.links.get(link.replica) is link:
-            if lacks_since is not None:
-                self._lacks_since.setdefault(link.member, lacks_since)
-            self._away_since[link.member] = (
-                -math.inf if link.is_leaving else self._loop.time() if since is None else since
-            )
+            self._behind.link_ended(link, self._loop.time() if since is None else since)
             del self.links[link.replica]
             self._refused = {key: reason for key, reason in self._refused.items() if key[0] != link.replica}
             self.membership.gone(link.member)
             self._members_changed()
+        link.close(reason)
 
     # -- stable marks -------------------------------------------------------------------------------------------------
 
@@ -411,9 +402,7 @@ class HAService:
                 link.beat()
         slaves = {link.member for link in self.links.values() if not link.learner}
         members = slaves | self.membership.required
-        self._away_since = {member: since for member, since in self._away_since.items() if member in members}
-        self._missing_since = {key: since for key, since in self._missing_since.items() if key[0] in members}
-        self._lacks_since = {member: since for member, since in self._lacks_since.items() if member in members}
+        self._behind.keep_only(members)
         for member in members:
             self._look_after(member, now)
         if self.membership.required != frozenset(self._required):  # a joining slave was dropped
@@ -421,36 +410,13 @@ class HAService:
         self._change_soon()
 
     def _look_after(self, member: Member, now: float) -> None:
-        self.membership.behind(member, self._behind_since(member, now), now)
+        self.membership.behind(member, self._behind.since(member, self.links.get(member[0]), now), now)
 
     def fell_back(self, link: HAConnection) -> None:
         """Drops a joining slave that is not sent every append any more: writes must not wait for it."""
         if self.membership.stage(link.member) is Stage.JOINING:
             self.membership.gone(link.member)
             self._members_changed()
-
-    def _behind_since(self, member: Member, now: float) -> float | None:
-        link = self.links.get(member[0])
-        if link is None:
-            return self._away_since.setdefault(member, now)
-        if link.member != member or link.is_leaving:  # this incarnation does not come back, or not soon
-            return -math.inf
-        self._away_since.pop(member, None)
-        since = link.behind_since()
-        if member in self._lacks_since:
-            if link.has_caught_up(self._topics.partitions(), now):
-                del self._lacks_since[member]
-            else:
-                since = min(self._lacks_since[member], now if since is None else since)
-        for partition in self._topics.partitions():
-            place = link.places.get(partition)
-            is_damaged_here = partition.closed_by is not None  # no slave can copy it
-            if is_damaged_here or (place is not None and place.live):
-                self._missing_since.pop((member, partition), None)
-                continue
-            missing_since = self._missing_since.setdefault((member, partition), now)
-            since = missing_since if since is None else min(since, missing_since)
-        return since
 
     def _change_soon(self) -> None:
         if self._changing is None and not self.closed:
