@@ -17,8 +17,11 @@ settings.register_profile("untimed", deadline=None)  # how fast it is, the bench
 settings.load_profile("untimed")
 
 FIGURES = "figures"
-LEFT_OUT = "not containers"
-"""In the -m that ./dev gives."""
+LEFT_OUT = {
+    "not slow": "The tests that take seconds are a separate run: ./dev test --slow",
+    "not containers": "The container tests need a Docker engine, and are a run of their own: ./dev test --containers",
+}
+"""The line for each part of the -m that ./dev gives."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,10 +78,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("figures")
     for line in reported:
         terminalreporter.write_line(line)
-    if LEFT_OUT in config.option.markexpr and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        terminalreporter.write_line(
-            "The container tests need a Docker engine, and are a run of their own: ./dev test --containers"
-        )
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        for part, line in LEFT_OUT.items():
+            if part in config.option.markexpr:
+                terminalreporter.write_line(line)
 
 
 def _reported(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:

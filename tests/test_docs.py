@@ -63,6 +63,7 @@ def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path
         assert done.returncode == 0, f"{document}, snippet {number}:\n{snippet}\n{done.stderr}"
 
 
+@pytest.mark.slow
 def test_the_snippets_of_transactions_run_as_printed(running: Cluster, tmp_path: Path) -> None:
     fill_orders(running)
     with running.consumer(topics=["orders"], idle_timeout_s=0.5) as consumer:
@@ -88,6 +89,7 @@ def test_the_snippets_of_transactions_run_as_printed(running: Cluster, tmp_path:
     assert sent == {b"17": 2, **{b"%d" % number: 1 for number in range(18, 26)}}
 
 
+@pytest.mark.slow
 def test_the_readme_prints_what_it_sent(running: Cluster, tmp_path: Path) -> None:
     """The ten lines: what the producer stored is what the consumer prints."""
     (snippet,) = snippets("README.md")

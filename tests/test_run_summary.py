@@ -50,6 +50,8 @@ def test_a_run_that_leaves_the_container_tests_out_says_so() -> None:
     all_there_are = "-o", "testpaths=tests/containers"
     left_out = "-m", "not long and not containers"
     assert line in pytest_says(*all_there_are, *left_out)[1]
+    slow = "The tests that take seconds are a separate run: ./dev test --slow"
+    assert slow in pytest_says(*all_there_are, "-m", "not slow and not containers")[1]
     assert line not in pytest_says(*all_there_are, "-m", "containers", "--collect-only")[1]
     assert line not in pytest_says(*left_out, ENGINE_TEST)[1], "somebody knows what to run"
 

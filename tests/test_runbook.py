@@ -288,6 +288,7 @@ WHAT_HAPPENED: dict[str, Callable[[Pair], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", WHAT_HAPPENED)
 def test_the_commands_of_a_section_run_as_printed_and_lose_nothing(title: str, pair: Pair) -> None:
     blocks = sections()["# Runbook" if title == "Runbook" else title]

@@ -104,6 +104,7 @@ def kill_while_it_starts(broker: BrokerProcess, when: str, choice: random.Random
     return stage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kills",
     [

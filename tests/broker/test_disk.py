@@ -206,6 +206,7 @@ def _partition(broker: AnyBroker, topic: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_all_the_same_ends_nothing(parts: Cluster, small_disk: SmallDisk) -> None:
     """No file can be made: no segment, no index, no checkpoint, no topic, no note of a clean stop."""
     broker = start(

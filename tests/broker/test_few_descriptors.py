@@ -73,6 +73,7 @@ def check_all(broker: BrokerProcess, topic: TopicConfig, texts: list[str]) -> No
         assert [m.value.decode() for m in messages] == [f"{text} {number}" for text in texts], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "partitions", "flush"), [(1024, 900, "1s"), (256, 300, "1s"), (256, 300, "ack")])
 def test_a_message_to_each_of_more_partitions_than_descriptors(
     parts: Cluster, tmp_path: Path, limit: int, partitions: int, flush: str
@@ -102,6 +103,7 @@ def in_sync(broker: BrokerProcess, replicas: int) -> bool:
     return len(statistics(broker)["replication"]["insync"]) == replicas
 
 
+@pytest.mark.slow
 def test_a_slave_joins_is_promoted_and_the_former_master_follows(parts: Cluster, tmp_path: Path) -> None:
     partitions, broker_id, limit = 300, 21, 256
     first = started(parts, tmp_path / "r0", broker_id, limit, retention_check_s=0.5)

@@ -150,6 +150,7 @@ def test_a_stop_with_a_damaged_partition_is_no_clean_one(parts: Cluster, tmp_pat
     assert json.loads((broker.data / "meta.json").read_text())["clean"] is False
 
 
+@pytest.mark.slow
 def test_an_empty_folder_in_the_place_of_a_lost_one(broker: BrokerProcess, parts: Cluster) -> None:
     broker.kill()
     shutil.rmtree(broker.data)
@@ -162,6 +163,7 @@ def test_an_empty_folder_in_the_place_of_a_lost_one(broker: BrokerProcess, parts
     assert incarnations(parts, broker) == {drawn}, "once it was accepted, it waits no more"
 
 
+@pytest.mark.slow
 def test_an_empty_folder_of_a_broker_that_never_had_a_topic_is_nobodys_loss(parts: Cluster, tmp_path: Path) -> None:
     broker = BrokerProcess(parts.zookeeper, tmp_path / "broker", len(parts.brokers))
     parts.brokers.append(broker)

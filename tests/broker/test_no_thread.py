@@ -31,6 +31,7 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
+@pytest.mark.slow
 def test_a_broker_that_runs_starts_no_thread(parts: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LocalBroker(parts.zookeeper, tmp_path / "b", id=1, retention_check_s=0.1) as broker, parts.admin() as admin:
         with parts.producer() as producer:

@@ -100,6 +100,7 @@ class ListedLate(TopicStore):
         return await super().names(watch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [True, False])
 @pytest.mark.parametrize("fill", [nothing, another_cluster])
 def test_what_another_zookeeper_lists_removes_nothing(tmp_path: Path, fill: Fill, is_ahead: bool) -> None:
@@ -124,6 +125,7 @@ def test_what_another_zookeeper_lists_removes_nothing(tmp_path: Path, fill: Fill
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", [nothing, another_cluster])
 def test_a_list_from_another_session_than_the_clusters_id_changes_nothing(tmp_path: Path, fill: Fill) -> None:
     async def run() -> None:

@@ -243,6 +243,7 @@ def test_a_wrong_configuration(tmp_path: Path, section: str, said: str) -> None:
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_a_broker_id_that_another_live_broker_has(parts: Cluster, tmp_path: Path) -> None:
     first = BrokerProcess(parts.zookeeper, tmp_path / "first", 2, session_timeout_ms=1000)
     first.start()
@@ -369,6 +370,7 @@ def all_registered(broker: BrokerProcess, zookeeper: str, topic: str) -> bool:
     return len(sessions) == 3 and len(set(sessions.values())) == 1 and http_get(broker.http_port, "/readyz")[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "absences",
     [
@@ -416,6 +418,7 @@ def enlarge(zookeeper: str, topic: str, partitions: int) -> None:
     asyncio.run(alter())
 
 
+@pytest.mark.slow
 def test_a_lost_session_is_replaced_and_everything_registered_anew(tmp_path: Path) -> None:
     with cluster(folder=tmp_path, session_timeout_ms=1000) as parts:
         broker = parts.broker
@@ -530,6 +533,7 @@ def waiting_for_zookeeper(data: Path) -> Iterator[tuple[subprocess.Popen[str], s
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_broker_waits_for_its_zookeeper_and_says_so(tmp_path: Path) -> None:
     with waiting_for_zookeeper(tmp_path / "data") as (process, address):
         assert process.stderr is not None

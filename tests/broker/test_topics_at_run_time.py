@@ -188,6 +188,7 @@ def test_a_topic_of_other_brokers_is_not_carried(parts: Cluster) -> None:
     assert f"elsewhere@{config.id}" not in folders(parts)
 
 
+@pytest.mark.slow
 def test_many_topics_at_once(parts: Cluster) -> None:
     def theirs() -> list[str]:
         return [name for name in folders(parts) if "many-" in name]

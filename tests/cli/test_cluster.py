@@ -115,6 +115,7 @@ def scene(zookeeper: EmbeddedZooKeeper, tmp_path: Path, offline: Metamq) -> Iter
         made.kill()
 
 
+@pytest.mark.slow
 def test_from_folders_alone_brokers_come_into_sync_and_nothing_is_missing(scene: Scene) -> None:
     scene.begin()
     with Admin(scene.servers) as admin:
@@ -151,6 +152,7 @@ def test_from_folders_alone_brokers_come_into_sync_and_nothing_is_missing(scene:
     assert sorted(scene.read(start="earliest")) == sorted(scene.sent)
 
 
+@pytest.mark.slow
 def test_groups_go_on_from_the_export_and_newer_folders_count(scene: Scene) -> None:
     scene.begin()
     assert sorted(scene.read(group="readers", start="earliest")) == sorted(scene.sent)
@@ -206,6 +208,7 @@ def test_machines_are_described_one_by_one(scene: Scene) -> None:
     assert sorted(scene.read(start="earliest")) == sorted(scene.sent)
 
 
+@pytest.mark.slow
 def test_the_longer_log_is_the_master_and_the_other_copies(scene: Scene) -> None:
     """The slave was killed before; what came after is in the master's folder alone."""
     scene.begin()
@@ -278,6 +281,7 @@ def test_a_prepared_branch_is_there_after_a_restore_and_can_be_committed(scene: 
     assert sorted(scene.read(start="earliest")) == sorted([*scene.sent, b"in doubt"])
 
 
+@pytest.mark.slow
 def test_clients_that_run_meanwhile_wait_for_the_restore_and_go_on(tmp_path: Path, offline: Metamq) -> None:
     """An empty ZooKeeper has the address: no topic is taken for deleted, and the broker says what is to be done."""
     with EmbeddedZooKeeper(tmp_path / "zk-1") as first:

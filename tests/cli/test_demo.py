@@ -49,6 +49,7 @@ def doctored(temporary: Path, name: str, change: str) -> bool:
         return changed.rowcount == 1
 
 
+@pytest.mark.slow
 def test_the_story_in_its_order_and_every_flight_counted_once(demo: subprocess.Popen[bytes], temporary: Path) -> None:
     talk = talk_of(demo)
     assert demo.returncode == 0, talk
@@ -79,6 +80,7 @@ def test_the_story_in_its_order_and_every_flight_counted_once(demo: subprocess.P
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_single_wrong_figure_ends_it_with_status_1_and_names_the_carrier(
     demo: subprocess.Popen[bytes], temporary: Path, until: Until
 ) -> None:
@@ -93,6 +95,7 @@ def test_a_single_wrong_figure_ends_it_with_status_1_and_names_the_carrier(
     assert "equal: " not in talk
 
 
+@pytest.mark.slow
 def test_a_row_that_is_not_its_message_ends_it_with_status_1(
     demo: subprocess.Popen[bytes], temporary: Path, until: Until
 ) -> None:

@@ -56,6 +56,7 @@ WAITING = {
 }
 
 
+@pytest.mark.slow
 def test_damage_on_a_brokers_disk(offline: Metamq) -> None:
     with cluster() as running:
         here = ("--zookeeper", running.zookeeper)
@@ -72,6 +73,7 @@ def test_damage_on_a_brokers_disk(offline: Metamq) -> None:
         assert "`metamq log verify`" in finding["hint"]
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, process: Start) -> None:
     with cluster(session_timeout_ms=2000) as running:
         here = ("--zookeeper", running.zookeeper)
@@ -240,6 +242,7 @@ def test_bench_measures_and_cleans_up(metamq: Metamq) -> None:
     assert metamq("topic", "list").text == before
 
 
+@pytest.mark.slow
 def test_what_is_amiss_with_replicas_and_the_command_that_mends_it(offline: Metamq, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"session_timeout_ms": 2000, "insync_lag_ms": 500}
     with cluster(**settings) as running, running.admin() as admin:

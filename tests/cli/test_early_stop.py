@@ -119,6 +119,7 @@ def test_demo(demo: Starting, temporary: Path, until: Until) -> None:
     until(lambda: not demo.left(), "the end of all children")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_demo_at_work(demo: Starting, temporary: Path, until: Until, number: signal.Signals) -> None:
     until(lambda: demo.has_child("cli.demo.worker"))

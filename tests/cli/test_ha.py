@@ -51,6 +51,7 @@ def ha(offline: Metamq, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Metamq:
     return lambda *arguments, **more: offline("ha", *arguments, **more)
 
 
+@pytest.mark.slow
 def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None:
     running, slave = pair
     with running.producer() as producer:
@@ -150,6 +151,7 @@ def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(h
     assert "LOST" not in accepted.talk
 
 
+@pytest.mark.slow
 def test_with_the_master_dead_it_is_said_what_is_missing(ha: Metamq, offline: Metamq, pair: Pair) -> None:
     running, slave = pair
     with running.admin() as admin:
@@ -167,6 +169,7 @@ def test_with_the_master_dead_it_is_said_what_is_missing(ha: Metamq, offline: Me
     assert f"`metamq ha promote --broker 0 --slave {1 - master}`" in refused.talk
 
 
+@pytest.mark.slow
 def test_wait_waits_for_the_first_zookeeper_and_broker_too(process: Start, tmp_path: Path) -> None:
     port = free_port()
     waiting = process("ha", "wait", "--in-sync", 1, "--zookeeper", f"127.0.0.1:{port}")
@@ -182,6 +185,7 @@ def test_wait_waits_for_the_first_zookeeper_and_broker_too(process: Start, tmp_p
         assert broker.stop() == 0
 
 
+@pytest.mark.slow
 def test_wait_outlives_an_outage_of_zookeeper(process: Start) -> None:
     with cluster(session_timeout_ms=3000, insync_lag_ms=1000) as running:
         waiting = process("ha", "wait", "--in-sync", 2, "--zookeeper", running.zookeeper)

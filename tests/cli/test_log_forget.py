@@ -66,6 +66,7 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [flip, lose])
 def test_at_a_lone_broker_readers_are_told_and_miss_nothing_of_what_comes_after(
     running: Cluster, offline: Metamq, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
@@ -200,6 +201,7 @@ def test_a_slave_copies_the_partition_again_and_a_master_beside_it_waits(offline
             slave.kill()
 
 
+@pytest.mark.slow
 def test_files_from_a_backup_are_served_once_a_person_accepts_them(
     running: Cluster, offline: Metamq, tmp_path: Path
 ) -> None:

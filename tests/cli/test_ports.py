@@ -106,6 +106,7 @@ def test_places_of_a_master_and_two_slaves(tmp_path: Path, monkeypatch: pytest.M
     assert [(one.port - brokers, one.http_port - pages) for one in places] == [(n, n) for n in range(first, first + 3)]
 
 
+@pytest.mark.slow
 def test_up_beside_what_has_its_usual_ports(tmp_path: Path) -> None:
     """ZooKeeper's usual port and that of /metrics are taken, the broker's is not."""
     usual = block(8)

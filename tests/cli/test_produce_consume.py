@@ -136,6 +136,7 @@ def test_a_group_goes_on_where_it_stopped(metamq: Metamq, topic: str) -> None:
     assert (ended.status, ended.data) == (0, b"")
 
 
+@pytest.mark.slow
 def test_all_is_printed_after_a_member_that_was_killed(process: Start, metamq: Metamq, topic: str) -> None:
     """The plan gives it a share until its session ends. What it has committed it had printed, all of it perhaps."""
     metamq("produce", topic, *map(str, range(10)))

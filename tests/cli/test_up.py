@@ -61,6 +61,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in processes)
 
 
+@pytest.mark.slow
 def test_up_keeps_data_whatever_ends_it_and_its_folder_for_itself(
     process: Start, offline: Metamq, tmp_path: Path, until: Until
 ) -> None:
@@ -93,6 +94,7 @@ def test_up_keeps_data_whatever_ends_it_and_its_folder_for_itself(
     assert third.end(signal.SIGTERM) == (0, "Stopping.\n")
 
 
+@pytest.mark.slow
 def test_up_tells_programs_where_everything_is(process: Start, offline: Metamq, tmp_path: Path) -> None:
     child = process("up", *free_ports(), "-o", "json", cwd=tmp_path)
     assert child.stdout is not None
@@ -118,6 +120,7 @@ def in_sync(offline: Metamq, zookeeper: str) -> dict[int, bool]:
     return {one["replica"]: one["in_sync"] and one["address"] is not None for one in broker["replicas"]}
 
 
+@pytest.mark.slow
 def test_a_replica_that_ends_is_told_and_the_other_goes_on(
     process: Start, offline: Metamq, tmp_path: Path, until: Until
 ) -> None:
@@ -162,6 +165,7 @@ def test_a_replica_that_ends_is_told_and_the_other_goes_on(
     assert b"replica 1 is the master of broker 0, but this command does not start it" in talk
 
 
+@pytest.mark.slow
 def test_after_its_machine_went_down_it_says_how_to_go_on(
     process: Start, offline: Metamq, tmp_path: Path, until: Until
 ) -> None:
@@ -208,6 +212,7 @@ def test_a_zookeeper_that_ends_is_named_without_java_s_stack_traces(process: Sta
     assert talk.decode() == f"metamq: ZooKeeper was ended by SIGKILL\n  Its log is {log}.\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["up", "zookeeper"])
 def test_zookeeper_s_memory_is_a_setting_and_its_end_is_named(process: Start, tmp_path: Path, command: str) -> None:
     zookeeper = f"127.0.0.1:{(port := free_port())}"
@@ -293,6 +298,7 @@ def test_fetched_jars_serve_on_a_machine_without_a_network(
     assert "zookeeper" in json.loads(server.stdout.readline())
 
 
+@pytest.mark.slow
 def test_broker_and_zookeeper_in_the_foreground(process: Start, offline: Metamq, tmp_path: Path, until: Until) -> None:
     flags = free_ports()
     server = process("zookeeper", "--data", tmp_path / "zookeeper", "--port", flags[1], "-o", "json")

@@ -48,6 +48,7 @@ def swap(lines: list[Line]) -> None:
         line.cut()
 
 
+@pytest.mark.slow
 def test_nothing_is_stored_at_another_broker(swapped: tuple[Cluster, list[Line]]) -> None:
     running, lines = swapped
     with running.producer(delivery_timeout_s=3) as producer:

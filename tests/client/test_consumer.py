@@ -398,6 +398,7 @@ def test_a_seek_of_another_thread_takes_effect_at_the_next_message(shop: Shop) -
         assert int(next(messages).value) == 700
 
 
+@pytest.mark.slow
 def test_paused_partitions_give_nothing_and_stay_assigned(shop: Shop) -> None:
     topic = shop.topic(2)
     shop.send(topic, [b"0"] * 50, "0-0")

@@ -194,6 +194,7 @@ def test_a_closed_consumer_is_followed_by_another_of_its_name(shop: Shop, group:
             assert int(next(iter(consumer)).value) == number
 
 
+@pytest.mark.slow
 def test_a_thousand_partitions_of_which_one_is_busy(shop: Shop) -> None:
     # A poll that is parked for the others takes on what becomes due, and a busy partition keeps nobody waiting.
     topic = shop.topic(1_000)

@@ -330,6 +330,7 @@ def attacked(shop: Shop, folder: Path, group: str, partitions: int, storage: str
 STORAGES = ["zookeeper", "database"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_member_that_is_killed_or_leaves_is_followed_by_the_others(
     shop: Shop, group: str, tmp_path: Path, storage: str
@@ -345,6 +346,7 @@ def test_a_member_that_is_killed_or_leaves_is_followed_by_the_others(
         target.produce(20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_member_frozen_past_its_session_finds_its_partitions_gone_and_commits_nothing(
     shop: Shop, group: str, tmp_path: Path, storage: str
@@ -413,6 +415,7 @@ def attack(target: Attacked, chance: random.Random, duration_s: float) -> dict[s
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("duration_s", "storage"),
     [
@@ -441,6 +444,7 @@ def test_ten_members_that_come_and_go_at_random(
 # A member that is stuck
 
 
+@pytest.mark.slow
 def test_a_stuck_member_is_seen_from_outside_and_can_be_evicted(
     shop: Shop, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -348,6 +348,7 @@ WORKER = """
 """
 
 
+@pytest.mark.slow
 def test_each_message_counts_once_through_kills_freezes_and_rollbacks(
     shop: Shop, group: str, connect: Connect, database: sqlite3.Connection, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_zookeeper_away_for_less_than_the_session_changes_nothing(parts: Cluster
         assert reader.values == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_client_asks_a_zookeeper_that_is_away_now_and_then_only(
     parts: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_client_asks_a_zookeeper_that_is_away_now_and_then_only(
         send(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_zookeeper_away_for_longer_than_the_session_pauses_the_group_and_then_it_goes_on(
     parts: Cluster, how: str
@@ -207,6 +209,7 @@ def test_zookeeper_away_for_longer_than_the_session_pauses_the_group_and_then_it
             assert reader.values == [0, 1]
 
 
+@pytest.mark.slow
 def test_nothing_is_handed_out_after_the_lease(parts: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outages, "PATIENCE_S", 1.0)
     topic = new_topic(parts)
@@ -290,6 +293,7 @@ def test_a_broker_that_hangs_is_left_and_found_again(parts: Cluster, monkeypatch
         assert reader.values == [0, 1]
 
 
+@pytest.mark.slow
 def test_an_outage_is_told_once_and_does_not_count_as_idle(parts: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="metamq.client")
     topic = new_topic(parts, 2)
@@ -378,6 +382,7 @@ def test_a_group_is_not_rearranged_when_a_broker_restarts(parts: Cluster) -> Non
             until(lambda: one.has(0) or two.has(0))
 
 
+@pytest.mark.slow
 def test_everything_at_once(parts: Cluster) -> None:
     topic, group = new_topic(parts), f"{GROUP}-all"
     with sending(parts, topic) as send, reading(parts, topic, group, session_timeout_ms=1_500) as reader:

@@ -82,6 +82,7 @@ def test_behind_the_logs_start_goes_on_at_its_end(shop: Shop, group: str) -> Non
         assert next(iter(consumer)).offset == end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [False, True])
 def test_behind_the_logs_start_is_an_error_that_a_seek_ends(shop: Shop, group: str, batches: bool) -> None:
     topic, start, end = retained_behind(shop, group)

@@ -175,6 +175,7 @@ def check_dead_letter(letter: Message[bytes], topic: str, attempts: int) -> None
     assert b"JSONDecodeError" in letter.headers["metamq-error"]
 
 
+@pytest.mark.slow
 def test_run_tries_again_and_sends_it_to_the_dead_letters_as_it_is_stored(shop: Shop, topic: str, group: str) -> None:
     tried: list[bytes] = []
     read: list[int] = []
@@ -192,6 +193,7 @@ def test_run_tries_again_and_sends_it_to_the_dead_letters_as_it_is_stored(shop: 
     assert set(shop.committed(group).values()) == {len(VALUES)}
 
 
+@pytest.mark.slow
 def test_run_of_asyncio_does_the_same(shop: Shop, topic: str, group: str) -> None:
     read: list[int] = []
 

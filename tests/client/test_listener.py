@@ -247,6 +247,7 @@ def test_one_failing_message_holds_up_its_partition_only(shop: Shop, group: str)
     assert shop.committed(group) == {tp(topic, 0): 101, tp(topic, 1): 200}
 
 
+@pytest.mark.slow
 def test_a_slow_handler_keeps_its_partitions(shop: Shop, group: str) -> None:
     for turn in range(10):  # so short a session may end on a machine that is slow
         if keeps_its_partitions(shop, f"{group}-{turn}"):

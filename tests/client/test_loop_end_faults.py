@@ -114,6 +114,7 @@ def is_cut_off(consumer: Consumer[bytes]) -> bool:
     return not consumer._core._lease.valid()
 
 
+@pytest.mark.slow
 @FACES
 @GROUPS
 def test_zookeeper_that_freezes_as_soon_as_the_consumer_is_made(
@@ -132,6 +133,7 @@ def test_zookeeper_that_freezes_as_soon_as_the_consumer_is_made(
         assert sorted(set(reading.all())) == list(range(MESSAGES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["frozen", "killed"])
 @GROUPS
 def test_zookeeper_that_goes_in_the_middle_and_comes_back(parts: Cluster, how: str, group: str | None) -> None:
@@ -158,6 +160,7 @@ def test_zookeeper_that_goes_in_the_middle_and_comes_back(parts: Cluster, how: s
         assert sorted(set(reading.all())) == list(range(MESSAGES + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["frozen", "killed"])
 @GROUPS
 def test_zookeeper_that_stays_away_is_raised_by_name(
@@ -176,6 +179,7 @@ def test_zookeeper_that_stays_away_is_raised_by_name(
         iterate(consumer, lambda value: found.append(int(value)))  # goes on once it is back
 
 
+@pytest.mark.slow
 @GROUPS
 def test_asyncio_waits_for_zookeeper_and_raises_what_lasts(
     parts: Cluster, monkeypatch: pytest.MonkeyPatch, group: str | None
@@ -211,6 +215,7 @@ def test_asyncio_waits_for_zookeeper_and_raises_what_lasts(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @GROUPS
 def test_a_slow_line_to_zookeeper_costs_time_and_no_messages(parts: Cluster, group: str | None) -> None:
     topic = filled_topic(parts, partitions=100)
@@ -271,6 +276,7 @@ def member(parts: Cluster, topic: str, group: str, session_timeout_ms: int = 6_0
             process.stdout.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partitions", [1, 4])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_partitions_of_a_member_that_died_are_waited_for(
@@ -297,6 +303,7 @@ def test_a_loop_without_partitions_ends_when_those_that_have_them_live(parts: Cl
         assert sorted(value for loop in loops for value in loop.all()) == list(range(MESSAGES))
 
 
+@pytest.mark.slow
 def test_a_partition_that_a_living_member_holds_on_to_is_an_error_that_names_it(
     parts: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

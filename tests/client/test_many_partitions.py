@@ -208,6 +208,7 @@ def partitions(count: int) -> list[TopicPartition]:
     return [TopicPartition(TOPIC, partition_name(0, n)) for n in range(count)]
 
 
+@pytest.mark.slow
 def test_offsets_of_very_many_partitions_are_asked_in_pieces() -> None:
     async def run() -> None:
         asked = partitions(MANY)
@@ -392,6 +393,7 @@ def running() -> Iterator[RealCluster]:
         yield one
 
 
+@pytest.mark.slow
 def test_a_real_broker_is_asked_for_more_than_fits_into_one_request(running: RealCluster) -> None:
     async def ask(zookeeper: str) -> tuple[int, int]:
         async with await Session.open(zookeeper) as session:
@@ -404,6 +406,7 @@ def test_a_real_broker_is_asked_for_more_than_fits_into_one_request(running: Rea
     assert asyncio.run(ask(running.zookeeper)) == (21_000, 21_000)
 
 
+@pytest.mark.slow
 def test_statistics_of_more_partitions_than_a_page_has(running: RealCluster) -> None:
     for name, count in (("a", 500), ("b", 520), ("c", 1)):
         running.create_topic(name, partitions=count)

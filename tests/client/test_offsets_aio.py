@@ -84,6 +84,7 @@ async def until_seen(shop: Shop, topic: str, group: str, database: AioDatabase, 
         await connection.close()
 
 
+@pytest.mark.slow
 def test_each_message_counts_once_over_restarts(shop: Shop, group: str, database: AioDatabase) -> None:
     """Offsets were stored nowhere once, without an error: each start did every message again."""
     topic = shop.topic()
@@ -295,6 +296,7 @@ WORKER = """
 """
 
 
+@pytest.mark.slow
 def test_each_message_counts_once_through_kills_freezes_and_rollbacks(
     shop: Shop, group: str, database: AioDatabase, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -504,6 +504,7 @@ def test_a_dead_broker_holds_up_its_own_partitions_only() -> None:
             producer.flush()
 
 
+@pytest.mark.slow
 def test_messages_for_a_dead_broker_time_out_and_later_ones_are_stored(caplog: pytest.LogCaptureFixture) -> None:
     with cluster() as parts:
         with parts.admin() as admin:

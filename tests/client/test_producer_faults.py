@@ -126,6 +126,7 @@ def far(parts: Cluster, tmp_path: Path) -> Iterator[tuple[Line, BrokerProcess]]:
         broker.stop()
 
 
+@pytest.mark.slow
 def test_lost_answers_double_nothing(parts: Cluster, far: tuple[Line, BrokerProcess]) -> None:
     line, broker = far
     with parts.admin() as admin:
@@ -146,6 +147,7 @@ def test_lost_answers_double_nothing(parts: Cluster, far: tuple[Line, BrokerProc
     assert statistics(broker)["counters"]["repeats"] >= 15
 
 
+@pytest.mark.slow
 def test_a_line_that_breaks_all_the_time(parts: Cluster, far: tuple[Line, BrokerProcess]) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")

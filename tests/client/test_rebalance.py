@@ -28,6 +28,7 @@ from metamq.zk.session.session import Session, SessionState
 from tests.client.rebalance_members import GROUP, Member, Referee, expire, group_with, until
 
 
+@pytest.mark.slow
 def test_ten_members_and_a_hundred_partitions_settle_after_every_change(servers: str) -> None:
     async def scenario() -> None:
         async with group_with(servers, TopicConfig("t", {0: 60, 1: 40})) as group:
@@ -59,6 +60,7 @@ def test_ten_members_and_a_hundred_partitions_settle_after_every_change(servers:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["range", "round_robin", "consistent_hash", "sticky"])
 def test_members_that_come_and_go_at_random_never_share_a_partition(servers: str, strategy: str) -> None:
     seed = random.randrange(2**32)
@@ -156,6 +158,7 @@ def test_an_expired_session_is_told_at_once_and_followed_by_a_new_one(servers: s
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_member_goes_on_through_a_restart_of_zookeeper() -> None:
     async def scenario(server: EmbeddedZooKeeper) -> None:
         async with group_with(server.address, TopicConfig("t", {0: 4})) as group:
@@ -185,6 +188,7 @@ def test_a_member_goes_on_through_a_restart_of_zookeeper() -> None:
         asyncio.run(scenario(server))
 
 
+@pytest.mark.slow
 def test_stop_takes_bounded_time_when_zookeeper_is_away() -> None:
     async def scenario(server: EmbeddedZooKeeper) -> None:
         async with await Session.open(server.address) as session:
@@ -434,6 +438,7 @@ def test_members_tell_how_they_are_doing(servers: str, monkeypatch: pytest.Monke
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_dead_member_s_partitions_of_500_topics_with_long_names_go_to_the_living(servers: str) -> None:
     """The plan took 1.2 MB, more than ZooKeeper holds in a node: it was never replaced, and nobody owned them."""
     topics = [f"{'long-name-' * 19}{number:010}" for number in range(500)]

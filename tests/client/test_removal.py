@@ -38,6 +38,7 @@ def had_slaves(running: Cluster) -> bool:
         return "/brokers/ids/0/had-slaves" in admin.export_cluster()["nodes"]
 
 
+@pytest.mark.slow
 def test_a_broker_goes_with_its_partitions_and_clients_that_run_go_on(running: Cluster) -> None:
     gone = running.add_broker(session_timeout_ms=SESSION_MS)
     with running.admin() as admin, running.producer(delivery_timeout_s=60) as producer:
@@ -126,6 +127,7 @@ def test_a_removal_that_was_interrupted_is_repeated(
         assert {topic: dict(config.partitions) for topic, config in admin.topics().items()} == {"orders": {0: 2}}
 
 
+@pytest.mark.slow
 def test_the_last_slave_goes_and_its_master_counts_as_one_that_never_had_any(running: Cluster) -> None:
     slave = running.add_slave()
     with running.admin() as admin:
@@ -154,6 +156,7 @@ def test_the_last_slave_goes_and_its_master_counts_as_one_that_never_had_any(run
         assert had_slaves(running)
 
 
+@pytest.mark.slow
 def test_a_master_is_not_removed_nor_the_only_replica_that_has_everything(running: Cluster) -> None:
     slave = running.add_slave()
     with running.admin() as admin, running.producer() as producer:

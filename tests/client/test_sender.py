@@ -552,6 +552,7 @@ def test_what_a_given_up_connection_carried_may_come_late(tmp_path: Path) -> Non
     world.partition.log.close(clean=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("runs", [60, pytest.param(3000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_nothing_is_lost_doubled_or_out_of_order_on_the_worst_network(runs: int, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def cases() -> list[object]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "poison"), cases())
 def test_the_rest_works(running: Cluster, kind: str, poison: str) -> None:
     path = f"/meta/{kind}"

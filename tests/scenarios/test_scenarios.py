@@ -138,6 +138,7 @@ async def run_flow(running: Cluster, flow: Flow, topics: list[str]) -> None:
         assert mine == sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOWS)
 def test_flow(two_brokers: Cluster, name: str) -> None:
     flow = FLOWS[name]
@@ -383,6 +384,7 @@ SCENARIOS: dict[str, Callable[[Cluster], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(two_brokers: Cluster, name: str) -> None:
     SCENARIOS[name](two_brokers)

@@ -250,6 +250,7 @@ def test_only_the_brokers_that_it_wrote_to_are_waited_for(two: Cluster, sink: st
         two.brokers[1].start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_job", [False, True])
 def test_a_decision_whose_broker_stays_away_is_not_told_as_a_failure(
     two: Cluster, topic: str, sink: str, is_job: bool
@@ -273,6 +274,7 @@ def test_a_decision_whose_broker_stays_away_is_not_told_as_a_failure(
     check(two, topic, driver.sink, texts(0, 5))
 
 
+@pytest.mark.slow
 def test_a_broker_that_stays_away_holds_a_commit_up_once_however_many_branches_it_has(
     two: Cluster, topic: str, sink: str
 ) -> None:
@@ -406,6 +408,7 @@ def test_what_was_decided_and_is_lost_is_an_error_until_it_is_accepted(tmp_path:
         check(own, "t", sink, texts(5, 10))
 
 
+@pytest.mark.slow
 def test_a_commit_waits_for_zookeeper(two: Cluster, topic: str, sink: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(two, topic, sink)
     attempts, committer = driver.write(0, texts(0, 5)), driver.committer()
@@ -461,6 +464,7 @@ def test_an_attempt_whose_broker_is_killed_fails_and_the_next_one_counts(two: Cl
     check(two, topic, sink, values)
 
 
+@pytest.mark.slow
 def test_a_slave_that_is_promoted_has_what_was_prepared(tmp_path: Path, sink: str) -> None:
     with cluster(brokers=2, folder=tmp_path) as own, own.admin() as admin, closing_clients():
         own.add_slave(0)

@@ -154,6 +154,7 @@ def test_a_broker_that_is_killed_and_comes_back_is_read_on(own: Cluster) -> None
     assert offsets == list(range(count))
 
 
+@pytest.mark.slow
 def test_a_slave_is_read_while_the_master_is_away_and_a_promoted_one_after(own: Cluster) -> None:
     slave = own.add_slave()
     own.create_topic("t", partitions=1, replication="sync", min_insync=2)
@@ -188,6 +189,7 @@ def test_a_slave_is_read_while_the_master_is_away_and_a_promoted_one_after(own: 
     assert table(planned(own, "t"))["offset"].to_pylist() == list(range(count))
 
 
+@pytest.mark.slow
 def test_a_batch_query_is_planned_from_a_slave_while_its_master_is_dead(
     own: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,6 +281,7 @@ def test_a_broken_connection_sends_no_task_to_zookeeper(own: Cluster, monkeypatc
         list(fetch(task))
 
 
+@pytest.mark.slow
 def test_what_is_gone_is_an_error_or_left_out(own: Cluster) -> None:
     own.create_topic("t", partitions=1)
     send(own, "t", numbered(100))

@@ -220,6 +220,7 @@ def test_a_broker_that_was_warned_of_is_not_waited_for(
     assert query.batches[-1] == [b"of the other broker"]
 
 
+@pytest.mark.slow
 def test_a_single_batch_waits_for_a_broker_that_is_away_or_says_so(two_brokers: Cluster) -> None:
     query = Query(two_brokers)
     assert query.batch()

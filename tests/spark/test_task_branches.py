@@ -76,6 +76,7 @@ def open_at(client: SinkClient, broker_id: int) -> list[tuple[str, int]]:
     return [(one.state, one.messages) for one in found]
 
 
+@pytest.mark.slow
 def test_a_prepare_that_cannot_be_kept_at_present_is_asked_again(
     two: Cluster, tmp_path: Path, opened: Callable[[SinkOptions], SinkClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_prepare_that_cannot_be_kept_at_present_is_asked_again(
         patient.background.run(attempts[1].give_up())
 
 
+@pytest.mark.slow
 def test_what_a_broker_does_not_take_at_present_is_sent_again(
     two: Cluster, tmp_path: Path, opened: Callable[[SinkOptions], SinkClient]
 ) -> None:

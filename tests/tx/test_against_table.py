@@ -334,5 +334,6 @@ SETTINGS = settings(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_any_verbs_in_any_order() -> None:
     run_state_machine_as_test(Table, settings=SETTINGS)

@@ -221,6 +221,7 @@ def test_plain_messages_and_branches_side_by_side(running: Cluster, mq: XAResour
     assert seen(running, topic) == [b"plain", b"in a branch", b"after"]
 
 
+@pytest.mark.slow
 def test_what_nobody_is_behind_any_more_is_rolled_back(running: Cluster, mq: XAResource, topic: str) -> None:
     with XAResource(0, running.zookeeper) as gone:
         idle, prepared = work(gone, topic, b"idle"), work(gone, topic, b"prepared")

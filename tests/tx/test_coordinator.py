@@ -173,6 +173,7 @@ def test_one_resource_alone_and_one_without_messages(
     holds(shop, databases, topic, ["1", "2"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at(
     shop: Shop, databases: Databases, resources: Resources, topic: str, tmp_path: Path, point: str
@@ -202,6 +203,7 @@ def test_without_its_log_what_was_decided_would_be_rolled_back(
     assert (databases.rows("a"), databases.rows("b"), shop.seen(topic)) == (["1"], [], [])
 
 
+@pytest.mark.slow
 def test_a_resource_that_is_down_is_told_later(
     shop: Shop, databases: Databases, resources: Resources, topic: str, tmp_path: Path
 ) -> None:

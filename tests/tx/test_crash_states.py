@@ -14,6 +14,7 @@ from tests.tx.sim_disk import modelled_disk
 pytestmark = pytest.mark.timeout(600)  # thousands of recoveries
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("most", "inside", "states_max"),
     [(8, 5, 1500), pytest.param(200, 10, 60_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],

@@ -33,6 +33,7 @@ def seed() -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rounds",
     [
@@ -93,6 +94,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.timeout(900)
 def test_a_seeded_fault_is_found(shop: Shop, seed: int, tmp_path: Path, fault: str) -> None:

@@ -371,6 +371,7 @@ def test_while_a_broker_is_down_nothing_is_forgotten(
     assert rows(database) == messages(running, topic) == [b"decided"]
 
 
+@pytest.mark.slow
 def test_an_application_that_is_about_to_commit_holds_up_its_own_branch_alone(
     running: Cluster, topic: str, producer: Producer[bytes], database: Any, connect: Connect
 ) -> None:

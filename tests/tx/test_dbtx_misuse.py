@@ -32,6 +32,7 @@ def _ended_early(database: Any, how: str) -> None:
         database.execute(how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["commit", "rollback", "with connection", "COMMIT", "ROLLBACK"])
 @pytest.mark.parametrize(
     ("before", "after", "sends"), [(True, True, True), (True, False, True), (False, False, True), (True, True, False)]

@@ -89,6 +89,7 @@ def nothing_unprepared(shop: Shop) -> bool:
     return all(branch.state == "prepared" for branch in shop.branches())
 
 
+@pytest.mark.slow
 def test_killed_at_every_step(shop: Shop, steps: list[str], driver: str, tmp_path: Path) -> None:
     killed = at_every_step(shop, tmp_path, steps, driver, "killed", signal.SIGKILL)
     assert {one.wait() for one in killed} == {-signal.SIGKILL}
@@ -107,6 +108,7 @@ def test_killed_at_every_step(shop: Shop, steps: list[str], driver: str, tmp_pat
         assert (rows[f"{killed[number].name}-1-0".encode()] == 1) == decided, f"killed {step}: {killed[number].lines()}"
 
 
+@pytest.mark.slow
 def test_paused_past_every_time_out_at_every_step(shop: Shop, steps: list[str], driver: str, tmp_path: Path) -> None:
     paused = at_every_step(shop, tmp_path, steps, driver, "paused", signal.SIGSTOP)
     assert all(one.is_stopped() for one in paused)

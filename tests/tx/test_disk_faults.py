@@ -63,6 +63,7 @@ def count_calls(own: DiskOs) -> int:
     return fault.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every_kind", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_scenario_23_the_nth_call_fails_and_nothing_is_promised_that_does_not_hold(
     every_kind: bool, report_figures: Callable[[str], None]

@@ -46,6 +46,7 @@ def worked(mq: XAResource, topic: str, name: bytes, size: int) -> Xid:
     return xid
 
 
+@pytest.mark.slow
 def test_more_than_the_disk_has_room_for_is_refused_at_prepare_and_nothing_of_it_is_lost(
     parts: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +147,7 @@ def until_done(broker: BrokerProcess, call: Callable[[], object]) -> None:
     wait_until(is_done, 60, "what a broker is asked again")
 
 
+@pytest.mark.slow
 def test_a_journal_that_cannot_be_written_ends_the_broker_or_is_refused_and_what_was_promised_holds(
     parts: Cluster, disk: Disk
 ) -> None:

@@ -64,6 +64,7 @@ def decided(database: str) -> list[Any]:
     return ask(database, "SELECT outcome FROM metamq_outcomes WHERE gtrid <> '@id' AND outcome <> 'commit'")
 
 
+@pytest.mark.slow
 def test_the_example(start: Start, database: str) -> None:
     assert outcome(start("setup")) == (0, "", "")
     assert outcome(start("setup")) == (0, "", ""), "may be repeated"

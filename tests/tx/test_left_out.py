@@ -143,6 +143,7 @@ def look(seed: int, histories: int) -> int:
     return rewritten
 
 
+@pytest.mark.slow
 def test_each_committed_message_is_there_once_whatever_its_partition_went_through() -> None:
     print(f"METAMQ_SEED={SEED}")
     assert look(SEED, 40) > 5

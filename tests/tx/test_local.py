@@ -450,6 +450,7 @@ STEPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "behind"), STEPS)
 def test_a_client_that_is_cut_off_at_any_step_leaves_all_or_nothing(
     shop: Shop, restore_client: Any, monkeypatch: pytest.MonkeyPatch, step: Verb, behind: bool
@@ -513,6 +514,7 @@ with Producer(zookeeper) as producer:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["START", "PREPARE", "DECIDE", "COMMIT"])
 def test_a_client_that_is_killed_and_brokers_that_are_restarted(shop: Shop, topic: str, step: str) -> None:
     command = [sys.executable, "-c", CLIENT, shop.cluster.zookeeper, topic, step]
@@ -570,6 +572,7 @@ def test_who_follows_a_broker_that_may_have_lost_its_decision_waits_for_a_person
     assert shop.seen(topic) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("promoted", [0, 1])
 @pytest.mark.parametrize("step", ["PREPARE", "DECIDE"])
 def test_the_client_and_a_master_are_gone_and_its_slave_is_promoted(step: str, promoted: int) -> None:

@@ -39,6 +39,7 @@ with Producer(zookeeper, batch_bytes=200) as producer:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_clients_and_brokers_killed_at_random(
     shop: Shop, tmp_path: Path, report_figures: Callable[[str], None]

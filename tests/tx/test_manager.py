@@ -129,6 +129,7 @@ def test_rows_and_messages_happen_together(
     shop.until_ended()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("key", ["a", "~a", "~z"])
 @pytest.mark.parametrize("step", STEPS)

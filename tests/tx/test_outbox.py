@@ -65,6 +65,7 @@ def test_lists_larger_than_the_buffer(running: Cluster) -> None:
     assert read(running, "large") == [b"%05d" % (number // 1001) for number in range(100 * 1001)]
 
 
+@pytest.mark.slow
 def test_more_than_a_frame_is_left_when_it_ends(running: Cluster) -> None:
     running.create_topic("wide", partitions=70)
     with running.producer(batch_bytes=2 * 1024 * 1024) as producer, producer.transaction():
@@ -237,6 +238,7 @@ def test_what_is_rolled_back_meanwhile_is_not_prepared_in_part(running: Cluster)
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_block_that_was_left_leaves_what_its_task_began_since(running: Cluster) -> None:
     running.create_topic("left", partitions=1)
 

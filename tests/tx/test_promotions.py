@@ -250,6 +250,7 @@ class Client(threading.Thread):
         mq.commit(xid)
 
 
+@pytest.mark.slow
 def test_scenario_25_the_master_dies_at_any_point_of_prepare_and_commit_and_its_slave_is_promoted(group: Group) -> None:
     """Every acknowledged prepare is in recover, every acknowledged commit is there once."""
     seed = random.randrange(1 << 32)

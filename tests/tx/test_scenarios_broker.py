@@ -49,6 +49,7 @@ def test_scenario_4_prepare_is_answered_only_after_its_record_was_fsynced(own: D
     assert recovered(own, Disk(*own.disks["a"].image()[:2]), parts=2).states() == {A: "prepared"}, "if all else is lost"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("two_phases", [True, False])
 def test_scenario_20_a_crash_at_every_write_and_fsync_of_a_commit_over_four_partitions(
     own: DiskOs, two_phases: bool

@@ -168,6 +168,7 @@ async def commit_once(producer: Producer[bytes], known: BranchDescription, timeo
     await TxClient(producer._core.cluster).ask(branch, [Verb.COMMIT], timeout_s=timeout_s)
 
 
+@pytest.mark.slow
 def test_scenario_11_an_application_that_is_gone(shop: Shop, recoverer: Recoverer) -> None:
     """What it had not prepared is rolled back after a grace; what it had stays, for recovery."""
     with shop.cluster.producer() as producer, shop.connect() as database:

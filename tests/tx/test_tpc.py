@@ -151,6 +151,7 @@ def test_a_rollback_after_a_prepare_that_failed_is_an_error_until_every_broker_i
     assert shop.seen(topic) == [b"after"]
 
 
+@pytest.mark.slow
 def test_one_phase_without_prepare(shop: Shop, topic: str) -> None:
     def transact() -> None:
         with Producer[bytes](shop.cluster.zookeeper) as producer:

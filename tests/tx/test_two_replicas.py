@@ -39,6 +39,7 @@ def lives(chance: random.Random, seconds: float, most: int) -> int:
     return number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [8, pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_two_replicas_whatever_happens_to_them(seconds: float, report_figures: Callable[[str], None]) -> None:
     seed = random.randrange(1 << 32)

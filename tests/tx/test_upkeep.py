@@ -137,6 +137,7 @@ def test_what_is_looked_for_in_a_partition_is_looked_for_in_slices(own: DiskOs) 
     assert again.stored(1) == [b"a1"]
 
 
+@pytest.mark.slow
 def test_a_branch_of_the_largest_batches_is_moved(own: DiskOs) -> None:
     """An entry of the journal is a batch itself, and may not be larger than one."""
     replica = new_replica(own, "a", journal_log=replace(JOURNAL_LOG, segment_bytes=1 << 30))

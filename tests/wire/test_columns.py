@@ -41,6 +41,7 @@ def messages(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(messages())
 def test_round_trip(sent: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ def is_decodable(batch: bytearray) -> bool:
 Rows = st.lists(st.tuples(st.binary(max_size=9), st.none() | st.binary(max_size=9), st.integers(0, 9)), min_size=1)
 
 
+@pytest.mark.slow
 @given(rows=Rows, columns=st.sets(st.sampled_from(["keys", "timestamps_us", "headers"])), change=st.randoms())
 @settings(max_examples=400)
 def test_what_is_taken_can_be_decoded_and_nothing_else_is(rows: Any, columns: Any, change: random.Random) -> None:

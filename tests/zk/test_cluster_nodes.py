@@ -110,6 +110,7 @@ class Interrupted(Session):
         return await self._write(lambda: super(Interrupted, self).multi(operations))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_done", [False, True])
 def test_interrupted_at_any_write_no_broker_joins_and_it_can_be_run_again(
     servers: str, is_done: bool, monkeypatch: pytest.MonkeyPatch

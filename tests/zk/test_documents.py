@@ -74,6 +74,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=len(FIELDS)), st.sampled_from(sorted(READERS)))
 def test_any_document_is_read_or_refused(document: dict[str, Any], reader: str) -> None:

@@ -57,6 +57,7 @@ def wait_until_gone(pid: int, limit_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_data_outlives_a_kill_and_a_stop(tmp_path: Path) -> None:
     with EmbeddedZooKeeper(tmp_path / "zk") as server:
         node = write(server, "/a/b", b"kept")
@@ -139,6 +140,7 @@ def test_a_failed_start_shows_the_line_that_matters(tmp_path: Path, monkeypatch:
         write(server, "/x", b"")
 
 
+@pytest.mark.slow
 def test_data_that_is_damaged_is_said_to_be_so(tmp_path: Path) -> None:
     with EmbeddedZooKeeper(tmp_path) as server:
         write(server, "/x", b"")
@@ -166,6 +168,7 @@ def test_a_server_that_ended_by_itself_is_told_of(tmp_path: Path) -> None:
             watch()
 
 
+@pytest.mark.slow
 def test_a_server_that_needs_more_memory_ends_and_names_the_setting(tmp_path: Path) -> None:
     """It neither served nor ended. With more memory it goes on with its data."""
     server = EmbeddedZooKeeper(tmp_path, memory_bytes=MEMORY_BYTES_MIN)

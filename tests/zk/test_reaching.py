@@ -45,6 +45,7 @@ def test_nobody_at_the_address(until: Until) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_why_there_is_no_connection_is_told() -> None:
     refusing = f"127.0.0.1:{free_port()}"
 

@@ -152,6 +152,7 @@ def test_no_request_to_a_frozen_server_outlives_the_session_time_out(victim: Emb
     raise AssertionError(f"the slowest request took {took_s} s")
 
 
+@pytest.mark.slow
 def test_no_request_is_carried_out_in_a_later_session(servers: str, until: Until, expire: Expire) -> None:
     """Names carry the session in which they were asked for, owners the one in which ZooKeeper made them."""
 

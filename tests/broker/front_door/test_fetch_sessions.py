@@ -364,6 +364,7 @@ def test_many_failures_fit_into_their_answers(front: Any) -> None:
     assert seen == list(range(count))
 
 
+@pytest.mark.slow
 def test_a_thousand_partitions_in_one_poll(front: Any) -> None:
     """Once all are open and armed, what is sent is in proportion to what changes."""
     count = 1000

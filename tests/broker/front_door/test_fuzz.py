@@ -157,6 +157,7 @@ def mutants(valid: list[bytes], chance: random.Random) -> bytes:
     return bytes(sent)
 
 
+@pytest.mark.slow
 def test_mutated_requests(front: Any) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -236,6 +237,7 @@ def logs(front: Any) -> list[tuple[int, int]]:
     return [(p["end_offset"], p["size_bytes"]) for p in found if p["topic"] == "copied"]
 
 
+@pytest.mark.slow
 def test_mutated_frames_of_slaves(front: Any) -> None:
     """Before and after a JOIN. What a slave says of itself may be anything: it changes nothing at the master."""
     seed = random.randrange(2**32)

@@ -246,6 +246,7 @@ def check_ends(frames: int) -> None:
     assert grown < 64 * MEBIBYTE, f"seed {seed}"
 
 
+@pytest.mark.slow
 def test_both_ends_take_or_refuse_whatever_is_declared() -> None:
     check_ends(20_000)
 

@@ -58,6 +58,7 @@ def requests(front: Front, chance: random.Random) -> list[bytes]:
     ]
 
 
+@pytest.mark.slow
 def test_mutated_requests_about_branches(alone: Front) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")

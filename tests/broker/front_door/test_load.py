@@ -84,6 +84,7 @@ def test_a_thousand_announcements_of_large_frames(front: Any) -> None:
     assert cost < 1000 * 128 * KIB
 
 
+@pytest.mark.slow
 def test_answers_that_are_not_read(front: Any) -> None:
     """Requests wait in the kernel while their client does not read; all are answered once it does."""
     front.topic("thousand", 1000)

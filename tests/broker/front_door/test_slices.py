@@ -60,6 +60,7 @@ def results(answer: Any) -> list[OffsetsResult]:
     return unpack_list(OffsetsResult, answer.header)
 
 
+@pytest.mark.slow
 def test_others_are_served_while_times_are_looked_up(
     running: Cluster, local: LocalBroker, connect_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,7 @@ def test_others_are_served_while_times_are_looked_up(
     assert answered >= 10, "one look-up in all of them held the others up"
 
 
+@pytest.mark.slow
 def test_a_request_has_so_much_time_and_who_asks_again_goes_on(
     running: Cluster, local: LocalBroker, connect_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_request_has_so_much_time_and_who_asks_again_goes_on(
         entries = entries[len(found) :]
 
 
+@pytest.mark.slow
 def test_requests_behind_many_searches_wait_unread(
     running: Cluster, local: LocalBroker, connect_to: Callable[..., Any]
 ) -> None:
@@ -213,6 +216,7 @@ def test_a_fault_of_one_request_does_not_keep_the_others_waiting() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_others_are_served_while_large_headers_are_unpacked(local: LocalBroker, connect_to: Callable[..., Any]) -> None:
     """Each takes a large part of a second: the loop does other work after each."""
     several = 20

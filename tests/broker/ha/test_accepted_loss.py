@@ -98,6 +98,7 @@ def a_loss(folder: Path) -> Iterator[tuple[Group, list[Reader]]]:
             slave.kill()
 
 
+@pytest.mark.slow
 def test_who_has_read_or_committed_what_was_given_up_is_told_and_misses_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,6 +130,7 @@ def test_who_has_read_or_committed_what_was_given_up_is_told_and_misses_nothing(
         group.wait_equal(0, 1)
 
 
+@pytest.mark.slow
 def test_who_goes_on_where_the_logs_agreed_is_told_of_the_next_loss_too(tmp_path: Path) -> None:
     """Also if that comes before anything was read there: by then nothing else tells what the reader has. What was
     fetched before, and is in the new log, is handed out first; what is not there, is not."""

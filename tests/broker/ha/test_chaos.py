@@ -131,6 +131,7 @@ def a_group(folder: Path) -> Iterator[NetworkedGroup]:
         yield group
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_seen_is_taken_back(
     tmp_path: Path, report_figures: Report
@@ -141,6 +142,7 @@ def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_seen_is_taken_back(
         assert losses == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_with_accepted_losses_nothing_is_doubled_and_readers_miss_nothing_of_what_stayed(
     tmp_path: Path, report_figures: Report

@@ -78,6 +78,7 @@ def values_at(replica: BrokerProcess, config: TopicConfig) -> list[bytes]:
     return [message.value for message in messages]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [TO_SLAVE, TO_SLAVE.back], ids=["to the slave", "from the slave"])
 def test_a_link_of_which_one_direction_is_dead(group: NetworkedGroup, way: Way) -> None:
     """Nobody waits for the slave for longer than the lag allows, and nobody reads meanwhile what it may lack."""
@@ -93,6 +94,7 @@ def test_a_link_of_which_one_direction_is_dead(group: NetworkedGroup, way: Way) 
     assert sorted(group.read(topic)) == sorted(values)
 
 
+@pytest.mark.slow
 def test_a_master_without_zookeeper_whose_slave_and_clients_are_there(group: NetworkedGroup) -> None:
     """Its session ends; its slave stays with it, and once promoted is handed everything: nothing has to be cut."""
     topic = a_sync_topic(group, "no-zookeeper")
@@ -115,6 +117,7 @@ def test_a_master_without_zookeeper_whose_slave_and_clients_are_there(group: Net
     assert "does not hand over" not in group.replicas[1].log_path.read_text()
 
 
+@pytest.mark.slow
 def test_a_master_that_only_its_clients_reach_acknowledges_nothing_on_sync_topics_once_another_is_promoted(
     group: NetworkedGroup,
 ) -> None:
@@ -150,6 +153,7 @@ def test_a_master_that_only_its_clients_reach_acknowledges_nothing_on_sync_topic
     assert [value for value in stored if value in after] == after
 
 
+@pytest.mark.slow
 def test_a_master_that_was_alone_when_it_started_has_a_lease_all_the_same(group: NetworkedGroup) -> None:
     """Its slave was down at that time, and is promoted with an accepted loss while the master is cut off."""
     configs = a_topic_of_each_kind(group, "alone")
@@ -188,6 +192,7 @@ def test_a_promotion_while_the_link_is_down_is_handed_what_the_living_master_has
     assert sorted(group.read(topic)) == sorted(values)
 
 
+@pytest.mark.slow
 def test_a_topic_that_was_made_anew_while_the_slave_was_down(group: NetworkedGroup) -> None:
     topic = a_sync_topic(group, "anew")
     send(group, topic, 10, b"old")
@@ -204,6 +209,7 @@ def test_a_topic_that_was_made_anew_while_the_slave_was_down(group: NetworkedGro
     assert sorted(group.read(topic)) == sorted(values)
 
 
+@pytest.mark.slow
 def test_a_slave_whose_end_lies_before_what_its_master_still_has(group: NetworkedGroup) -> None:
     topic = a_sync_topic(group, "trimmed", partitions=1, segment_bytes=10_000)
     send(group, topic, 5)

@@ -127,6 +127,7 @@ def test_a_slave_that_is_damaged_while_it_runs_copies_the_log_anew(group: Group)
     assert sorted(group.read(topic)) == sorted(values)
 
 
+@pytest.mark.slow
 def test_what_comes_damaged_from_a_slave_is_read_from_the_master(group: Group) -> None:
     topic = a_sync_topic(group, partitions=1)
     slave = group.add_slave()

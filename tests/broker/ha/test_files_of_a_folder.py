@@ -119,6 +119,7 @@ def told(replica: BrokerProcess) -> str:
     return http_get(replica.http_port, "/readyz")[1] + replica.log_path.read_text()
 
 
+@pytest.mark.slow
 def test_at_a_master_whose_slave_is_in_sync(scene: Scene, tmp_path: Path) -> None:
     group, topics = scene.group, list(CASES)
     group.add_slave()
@@ -140,6 +141,7 @@ def test_at_a_master_whose_slave_is_in_sync(scene: Scene, tmp_path: Path) -> Non
     group.wait_equal(0, 1)
 
 
+@pytest.mark.slow
 def test_at_a_slave(scene: Scene, tmp_path: Path) -> None:
     group, topics = scene.group, list(CASES)
     slave = group.add_slave()
@@ -157,6 +159,7 @@ def test_at_a_slave(scene: Scene, tmp_path: Path) -> None:
         assert scene.stored(1, topic) == scene.acknowledged[topic], CASES[topic]
 
 
+@pytest.mark.slow
 def test_at_a_broker_without_slaves(scene: Scene, tmp_path: Path) -> None:
     """What is whole is served, and what is not is told, and takes nothing more."""
     topics = list(CASES)
@@ -186,6 +189,7 @@ def test_at_a_broker_without_slaves(scene: Scene, tmp_path: Path) -> None:
 FILES = ["meta.json", "partitions", "lock", "topics", f"topics/{JOURNAL}@*", "topics/t@*", "topics/t@*/settings.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("happens", HAPPENS)
 @pytest.mark.parametrize("file", FILES)
 def test_the_files_that_are_not_a_partitions(scene: Scene, tmp_path: Path, file: str, happens: str) -> None:

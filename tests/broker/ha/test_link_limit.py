@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
+import pytest
+
 from metamq.broker.ha.flow import BURST_S
 from metamq.testing import Cluster
 from metamq.wire import status, sync
@@ -72,6 +74,7 @@ def fill(running: Cluster) -> str:
     return topic_id
 
 
+@pytest.mark.slow
 def test_no_more_goes_over_a_link_than_its_limit_copies_and_appends_together() -> None:
     """Whatever goes, all that went before it is paid for. A machine that is slow only makes that easier.
 

@@ -15,6 +15,7 @@ def group() -> Iterator[Group]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_master_that_hangs_is_left_as_soon_as_another_is_promoted(group: Group) -> None:
     topic = a_sync_topic(group, partitions=1)
     group.add_slave()

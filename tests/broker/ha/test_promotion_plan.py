@@ -57,6 +57,7 @@ def test_of_two_that_were_masters_at_once_none_shows_nothing_lost() -> None:
     ] * 2
 
 
+@pytest.mark.slow
 def test_two_slaves_that_are_behind_do_not_show_nothing_lost_beside_each_other() -> None:
     with replica_group() as group:
         topic = a_sync_topic(group, partitions=1)

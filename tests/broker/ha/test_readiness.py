@@ -32,6 +32,7 @@ def is_ready(broker: BrokerProcess) -> bool:
             return metric
 
 
+@pytest.mark.slow
 def test_a_master_with_a_slave_is_not_ready_while_its_lease_is_over(parts: Cluster) -> None:
     slave = parts.add_slave()
     wait_until(lambda: is_ready(parts.broker) and is_ready(slave))
@@ -50,6 +51,7 @@ def test_a_master_with_a_slave_is_not_ready_while_its_lease_is_over(parts: Clust
         wait_until(lambda: is_ready(slave))
 
 
+@pytest.mark.slow
 def test_a_lone_broker_is_not_ready_while_its_lease_is_over_and_takes_writes(parts: Cluster) -> None:
     with parts.producer(delivery_timeout_s=SLOW_S) as producer:
         producer.send("t", b"0").result(SLOW_S)

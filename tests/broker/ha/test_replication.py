@@ -281,6 +281,7 @@ def test_topics_made_enlarged_and_deleted_reach_the_slave(group: Group) -> None:
     group.wait_equal(0, 1)
 
 
+@pytest.mark.slow
 def test_what_was_acknowledged_is_there_after_the_master_died_and_the_slave_was_promoted(group: Group) -> None:
     topic = a_sync_topic(group)
     group.add_slave()
@@ -317,6 +318,7 @@ def test_a_living_master_hands_over_and_becomes_a_slave_under_load(group: Group)
     group.wait_equal(0, 1)
 
 
+@pytest.mark.slow
 def test_a_slave_that_is_not_in_sync_is_promoted_with_accepted_loss_only(group: Group) -> None:
     topic = a_sync_topic(group)
     slave = group.add_slave()
@@ -337,6 +339,7 @@ def test_a_slave_that_is_not_in_sync_is_promoted_with_accepted_loss_only(group: 
     assert sorted(group.read(topic)) == sorted([b"both-%d" % n for n in range(10)] + new)
 
 
+@pytest.mark.slow
 def test_a_frozen_master_that_thaws_after_a_promotion_acknowledges_nothing(group: Group) -> None:
     topic = a_sync_topic(group)
     group.add_slave()
@@ -387,6 +390,7 @@ def is_held_up(group: Group, slave: BrokerProcess, producer: Producer[bytes], to
         slave.thaw()
 
 
+@pytest.mark.slow
 def test_a_slave_that_is_stopped_holds_nothing_up_and_one_that_was_killed_not_for_long() -> None:
     lag_ms = 40_000
     with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=lag_ms) as running:
@@ -414,6 +418,7 @@ def test_a_slave_that_is_stopped_holds_nothing_up_and_one_that_was_killed_not_fo
         group.wait_insync(0)
 
 
+@pytest.mark.slow
 def test_min_insync_refuses_writes_and_stores_nothing(group: Group) -> None:
     topic = a_sync_topic(group, min_insync=2)
     few = "has 1 in-sync replica, 2 needed"

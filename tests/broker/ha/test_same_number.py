@@ -62,6 +62,7 @@ def refused(second: BrokerProcess, first: BrokerProcess, number: int) -> str:
     return said
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_second_process_with_the_number_of_a_living_replica_ends(group: Group, tmp_path: Path, number: int) -> None:
     group.add_slave()
@@ -74,6 +75,7 @@ def test_a_second_process_with_the_number_of_a_living_replica_ends(group: Group,
     assert sorted(group.read(topic)) == sorted(values)
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_copy_of_the_folder_of_a_living_replica_ends(group: Group, copy: Copy, number: int) -> None:
     """However often it is started."""
@@ -93,6 +95,7 @@ def test_a_copy_of_the_folder_of_a_living_replica_ends(group: Group, copy: Copy,
     assert [statistics(replica)["epoch"] for replica in group.replicas] == terms, "nobody lost its place"
 
 
+@pytest.mark.slow
 def test_an_older_copy_of_a_slaves_folder_is_not_the_member_that_was_in_sync(group: Group, copy: Copy) -> None:
     topic = a_sync_topic(group)
     slave = group.add_slave()
@@ -121,6 +124,7 @@ def test_an_older_copy_of_a_slaves_folder_is_not_the_member_that_was_in_sync(gro
     group.wait_insync(0, 1, master=1)
 
 
+@pytest.mark.slow
 def test_an_older_copy_of_a_masters_folder_waits_for_who_is_in_sync(group: Group, copy: Copy) -> None:
     topic = a_sync_topic(group)
     group.add_slave()
@@ -141,6 +145,7 @@ def test_an_older_copy_of_a_masters_folder_waits_for_who_is_in_sync(group: Group
     assert sorted(group.read(topic)) == sorted(values)
 
 
+@pytest.mark.slow
 def test_an_original_that_was_cut_off_ends_when_a_copy_has_taken_its_place(tmp_path: Path) -> None:
     """Nobody can tell it meanwhile; afterwards it takes nothing back, and acknowledges nothing."""
     with networked_group(tmp_path, replicas=2) as group:

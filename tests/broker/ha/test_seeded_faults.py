@@ -176,6 +176,7 @@ def test_every_fault_has_a_script() -> None:
     assert SCRIPTS.keys() == seeded_faults.FAULTS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", LAG_MS)
 def test_without_a_fault_nothing_is_found(tmp_path: Path, script: Any) -> None:
     with a_group(tmp_path, LAG_MS[script]) as group:
@@ -183,6 +184,7 @@ def test_without_a_fault_nothing_is_found(tmp_path: Path, script: Any) -> None:
         assert group.found == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", SCRIPTS)
 def test_a_seeded_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

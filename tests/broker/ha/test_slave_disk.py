@@ -53,6 +53,7 @@ def test_a_slave_without_room_stores_nothing_holds_nothing_up_and_comes_back(
     assert sorted(group.read(topic)) == sorted(values)
 
 
+@pytest.mark.slow
 def test_a_slave_whose_disk_takes_no_file_lives_on_and_comes_back(
     group: Group, slave: BrokerProcess, small_disk: SmallDisk
 ) -> None:

@@ -114,6 +114,7 @@ def topic_id(group: Group, topic: str) -> str:
         return admin.describe_topic(topic).config.id
 
 
+@pytest.mark.slow
 def test_consumers_read_on_from_a_slave_while_there_is_no_master_and_go_back(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -93,6 +93,7 @@ def a_slow_link() -> Iterator[Group]:
         yield group
 
 
+@pytest.mark.slow
 def test_a_slave_that_copies_idle_topics_shows_and_offers_them() -> None:
     """News of the stable marks comes once, before the copies; that one partition is here makes the slave look anew at
     its role, while the other is still being copied."""

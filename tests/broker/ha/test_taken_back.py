@@ -79,6 +79,7 @@ def epochs_of(data: Path) -> set[int]:
     return {header.epoch for log in log_bytes(data).values() for _at, header in walk(memoryview(log))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 def test_across_a_promotion_the_replica_that_has_most_is_promoted_and_nothing_is_lost(
     group: Group, sizes: tuple[int, int, int, int]
@@ -112,6 +113,7 @@ def test_across_a_promotion_the_replica_that_has_most_is_promoted_and_nothing_is
     assert group.read(topic) == values
 
 
+@pytest.mark.slow
 def test_a_former_master_with_a_longer_log_is_not_said_to_lose_nothing() -> None:
     """It has more messages than the last master, which nobody acknowledged, and lacks those that were acknowledged."""
     with replica_group(cluster, insync_lag_ms=120_000) as group:
@@ -146,6 +148,7 @@ def test_a_former_master_with_a_longer_log_is_not_said_to_lose_nothing() -> None
         assert group.read(topic) == values
 
 
+@pytest.mark.slow
 def test_a_replica_that_knows_no_more_than_zookeeper_goes_on_until_one_comes_that_does(group: Group) -> None:
     """It takes no epoch that the other one has had, so that both logs show where they parted."""
     topic = a_sync_topic(group, partitions=1)
@@ -172,6 +175,7 @@ def test_a_replica_that_knows_no_more_than_zookeeper_goes_on_until_one_comes_tha
     assert lost != []
 
 
+@pytest.mark.slow
 def test_the_in_sync_set_of_yesterday_promotes_nobody(group: Group) -> None:
     """Within one epoch: replica 1 has left the set since, and lacks what was acknowledged without it."""
     topic = a_sync_topic(group, partitions=1)
@@ -195,6 +199,7 @@ def test_the_in_sync_set_of_yesterday_promotes_nobody(group: Group) -> None:
     assert group.read(topic) == values
 
 
+@pytest.mark.slow
 def test_a_broker_without_slaves_waits_too(group: Group) -> None:
     topic = a_sync_topic(group, partitions=1)
     copy = Copy(group)
@@ -210,6 +215,7 @@ def test_a_broker_without_slaves_waits_too(group: Group) -> None:
     assert group.read(topic) == values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meta", ["of an older release", "of yesterday"])
 def test_the_logs_tell_the_epoch_that_meta_json_does_not(group: Group, meta: str) -> None:
     topic = a_sync_topic(group, partitions=1)

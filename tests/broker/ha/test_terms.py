@@ -96,6 +96,7 @@ def test_a_full_disk_uses_up_no_epochs(group: Group, small_disk: SmallDisk) -> N
     assert broker.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_term_that_lacks_descriptors_uses_up_one_epoch(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def assert_refused(shelf: Any, match: str, config: LogConfig = ONE_SEGMENT) -> C
     return caught.value
 
 
+@pytest.mark.slow
 def test_a_log_cut_at_every_byte_of_its_last_batches(shelf: Any, tmp_path: Path) -> None:
     marks = written(shelf, flushed=3, unflushed=3)
     size = marks[-1][1]

@@ -127,6 +127,7 @@ Batches = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=Batches, asked=st.lists(st.integers(-1, 40), min_size=1, max_size=12), seed=st.randoms())
 def test_lying_headers_against_brute_force(make_shelf: Any, batches: Any, asked: Any, seed: Any) -> None:
