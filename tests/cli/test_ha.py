@@ -130,7 +130,7 @@ def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(h
         slave.start()
     with running.admin() as admin:
         replicas = lambda: admin.replicas()[0].replicas  # noqa: E731
-        wait_until(lambda: all(one.holds_all for one in replicas()), what="both in sync")
+        wait_until(lambda: [one.holds_all for one in replicas()] == [True, True], what="both in sync")
         master = next(one.replica for one in replicas() if one.role == "master")
         for broker in (running.broker, slave):
             broker.kill()
@@ -156,7 +156,7 @@ def test_with_the_master_dead_it_is_said_what_is_missing(ha: Metamq, offline: Me
     running, slave = pair
     with running.admin() as admin:
         replicas = lambda: admin.replicas()[0].replicas  # noqa: E731
-        wait_until(lambda: all(one.holds_all for one in replicas()), what="both in sync")
+        wait_until(lambda: [one.holds_all for one in replicas()] == [True, True], what="both in sync")
         master = next(one.replica for one in replicas() if one.role == "master")
         (running.broker, slave)[master].kill()
         wait_until(lambda: replicas()[master].address is None, what="the end of the master's session")
@@ -359,5 +359,5 @@ def test_the_asyncio_admin_promotes(pair: Pair) -> None:
         if not broker.running:
             broker.start()
     with running.admin() as admin:
-        wait_until(lambda: all(one.holds_all for one in admin.replicas()[0].replicas), what="both in sync")
+        wait_until(lambda: [one.holds_all for one in admin.replicas()[0].replicas] == [True, True], what="both in sync")
     asyncio.run(scenario())

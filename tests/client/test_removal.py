@@ -131,7 +131,7 @@ def test_a_removal_that_was_interrupted_is_repeated(
 def test_the_last_slave_goes_and_its_master_counts_as_one_that_never_had_any(running: Cluster) -> None:
     slave = running.add_slave()
     with running.admin() as admin:
-        wait_until(lambda: all(one.holds_all for one in admin.replicas()[0].replicas), what="in sync")
+        wait_until(lambda: [one.holds_all for one in admin.replicas()[0].replicas] == [True, True], what="in sync")
         with pytest.raises(ConfigError, match="replica 1 of broker 0 is registered, at"):
             admin.remove_replica(0, 1)
         with pytest.raises(ConfigError, match=r"replica 0 is the master of broker 0. Promote another .* --slave 1`"):
@@ -161,7 +161,7 @@ def test_a_master_is_not_removed_nor_the_only_replica_that_has_everything(runnin
     slave = running.add_slave()
     with running.admin() as admin, running.producer() as producer:
         admin.create_topic("orders", partitions=1, replication="sync", flush="ack")
-        wait_until(lambda: all(one.holds_all for one in admin.replicas()[0].replicas), what="in sync")
+        wait_until(lambda: [one.holds_all for one in admin.replicas()[0].replicas] == [True, True], what="in sync")
         producer.send("orders", b"x").result(60)
         running.broker.kill()
         slave.kill()
