@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import enum
 import math
-import time
 
 from metamq.errors import ConnectError, MetamqError
 
@@ -40,7 +39,7 @@ class LinkAttempts:
 
     def linked(self) -> None:
         """Notes that there is a link."""
-        self._linked_at_s = time.monotonic()
+        self._linked_at_s = asyncio.get_running_loop().time()
         self._decided.set()
 
     def failed(self, error: MetamqError) -> None:
@@ -54,7 +53,7 @@ class LinkAttempts:
 
     async def pause(self) -> None:
         """Waits between two attempts."""
-        if time.monotonic() - self._linked_at_s > PAUSE_MAX_S:
+        if asyncio.get_running_loop().time() - self._linked_at_s > PAUSE_MAX_S:
             self._pause_s = PAUSE_FIRST_S
         self._linked_at_s = math.inf
         try:

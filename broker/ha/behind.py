@@ -1,12 +1,14 @@
 """BehindTimes: the time since which each slave of a master is behind: it lacks a link, a partition, or a message.
 
-The time runs on across links. A slave that links again and again, and stores nothing, would else stay in sync, and all
-writes would wait for it."""
+The time continues across links. Else a slave that links again and again, and stores nothing, would stay in sync, and
+all writes would wait for it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from metamq.broker.data.partition import Partition
 from metamq.broker.data.topics import Topics
@@ -17,6 +19,15 @@ NOT_SOON = -math.inf
 """The slave counts as behind at once: it does not come back, or not soon."""
 
 
+@dataclass
+class _Lack:
+    """The time since which a slave lacks what it lacked when a link ended."""
+
+    since: float
+    live_at: float | None = None
+    """The first time when all partitions were live on a later link. What it lacked was sent by then."""
+
+
 class BehindTimes:
     """The times of all slaves, in seconds of the loop's clock. Used by the broker's loop only."""
 
@@ -24,15 +35,17 @@ class BehindTimes:
         self._topics = topics
         self._away_since: dict[Member, float] = {}
         self._missing_since: dict[tuple[Member, Partition], float] = {}
-        self._lacks_since: dict[Member, float] = {}
-        """Kept until a later link has brought what was lacking."""
+        self._lacks: dict[Member, _Lack] = {}
+        """Kept until the slave has acknowledged what it lacked."""
 
     def link_ended(self, link: HAConnection, away_since: float) -> None:
         """Notes the end of a link. Call it before the link is closed."""
         self._away_since[link.member] = NOT_SOON if link.is_leaving else away_since
-        lacks_since = link.behind_since()
-        if lacks_since is not None:
-            self._lacks_since.setdefault(link.member, lacks_since)
+        since = link.behind_since()
+        if (lack := self._lacks.get(link.member)) is not None:
+            lack.live_at = None
+        elif since is not None:
+            self._lacks[link.member] = _Lack(since)
 
     def forget_partition(self, partition: Partition) -> None:
         """Forgets a partition that was closed: its topic was deleted."""
@@ -42,24 +55,40 @@ class BehindTimes:
         """Forgets all other members."""
         self._away_since = {member: since for member, since in self._away_since.items() if member in members}
         self._missing_since = {key: since for key, since in self._missing_since.items() if key[0] in members}
-        self._lacks_since = {member: since for member, since in self._lacks_since.items() if member in members}
+        self._lacks = {member: lack for member, lack in self._lacks.items() if member in members}
 
     def since(self, member: Member, link: HAConnection | None, now: float) -> float | None:
         """Returns the time since which a slave is behind, or None. `link` is the link of its replica."""
         if link is None:
-            return self._away_since.setdefault(member, now)
-        if link.member != member or link.is_leaving:
+            times: list[float | None] = [self._away_since.setdefault(member, now)]
+        elif link.member != member or link.is_leaving:
             return NOT_SOON
-        self._away_since.pop(member, None)
-        times = [link.behind_since()]
-        if member in self._lacks_since and link.has_caught_up(self._topics.partitions(), now):
-            del self._lacks_since[member]
-        times.append(self._lacks_since.get(member))
+        else:
+            self._away_since.pop(member, None)
+            times = [link.behind_since(), *self._missing(link, now)]
+            self._look_if_caught_up(link, now)
+        if (lack := self._lacks.get(member)) is not None:
+            times.append(lack.since)
+        return min((since for since in times if since is not None), default=None)
+
+    def _missing(self, link: HAConnection, now: float) -> list[float]:
+        """Returns the times since which partitions are not live on the link."""
+        times = []
         for partition in self._topics.partitions():
             place = link.places.get(partition)
             is_damaged_here = partition.closed_by is not None  # no slave can copy it
             if is_damaged_here or (place is not None and place.live):
-                self._missing_since.pop((member, partition), None)
+                self._missing_since.pop((link.member, partition), None)
             else:
-                times.append(self._missing_since.setdefault((member, partition), now))
-        return min((since for since in times if since is not None), default=None)
+                times.append(self._missing_since.setdefault((link.member, partition), now))
+        return times
+
+    def _look_if_caught_up(self, link: HAConnection, now: float) -> None:
+        lack = self._lacks.get(link.member)
+        if lack is None:
+            return
+        if lack.live_at is None and link.all_live(one for one in self._topics.partitions() if one.closed_by is None):
+            lack.live_at = now
+        oldest = link.behind_since()
+        if lack.live_at is not None and (oldest is None or oldest > lack.live_at):
+            del self._lacks[link.member]

@@ -179,8 +179,6 @@ class HAConnection:
         self._stable_news: dict[LinkedPartition, None] = {}
         self._pump_soon = False
         self._later: asyncio.TimerHandle | None = None
-        self._live_at: float | None = None
-        """The time when all partitions were seen live for the first time: what was sent before is the past."""
 
     # -- places -----------------------------------------------------------------------------------------------------
 
@@ -224,13 +222,6 @@ class HAConnection:
         with contextlib.suppress(IndexError):
             waiting.append(self._queue[0].at)
         return min((since for since in waiting if since is not None), default=None)
-
-    def has_caught_up(self, partitions: Iterable[Partition], now: float) -> bool:
-        """Returns True if the slave has all that it lacked when the link began. Call it again and again."""
-        if self._live_at is None and self.all_live(one for one in partitions if one.closed_by is None):
-            self._live_at = now
-        behind_since = self.behind_since()
-        return self._live_at is not None and (behind_since is None or behind_since > self._live_at)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 

@@ -548,7 +548,7 @@ def test_of_replicas_that_are_gone_nothing_is_kept(tmp_path: Path) -> None:
             master.service.closed_by_slave(slave.link, "it was killed")
         master.after(0)
         behind = master.service._behind
-        assert [behind._away_since, behind._missing_since, behind._lacks_since] == [{}, {}, {}]
+        assert [behind._away_since, behind._missing_since, behind._lacks] == [{}, {}, {}]
 
     with a_master(tmp_path) as (_topics, make):
         asyncio.run(scenario(make))
