@@ -32,17 +32,27 @@ UNKNOWN = "The loss is unknown: why."
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+def started() -> Iterator[Pair]:
     settings: dict[str, Any] = {"session_timeout_ms": 3000, "insync_lag_ms": 1000}
     with cluster(**settings) as running:
         slave = BrokerProcess(running.zookeeper, running.folder / "replica-1", 0, replica=1, **settings)
         slave.start()
         running.create_topic("t", partitions=1, replication="sync")
-        with running.admin() as admin:
-            wait_until(lambda: all(one.in_sync for one in admin.replicas()[0].replicas), what="the slave in sync")
         yield running, slave
         if slave.running:
             slave.kill()
+
+
+@pytest.fixture
+def pair(started: Pair) -> Pair:
+    """A master and its slave, both in sync: a test before may have left one of them killed."""
+    running, slave = started
+    for broker in (running.broker, slave):
+        if not broker.running:
+            broker.start()
+    with running.admin() as admin:
+        wait_until(lambda: [one.holds_all for one in admin.replicas()[0].replicas] == [True, True], what="both in sync")
+    return started
 
 
 @pytest.fixture
@@ -126,11 +136,8 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
 
 def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(ha: Metamq, pair: Pair) -> None:
     running, slave = pair
-    if not slave.running:
-        slave.start()
     with running.admin() as admin:
         replicas = lambda: admin.replicas()[0].replicas  # noqa: E731
-        wait_until(lambda: [one.holds_all for one in replicas()] == [True, True], what="both in sync")
         master = next(one.replica for one in replicas() if one.role == "master")
         for broker in (running.broker, slave):
             broker.kill()
@@ -156,7 +163,6 @@ def test_with_the_master_dead_it_is_said_what_is_missing(ha: Metamq, offline: Me
     running, slave = pair
     with running.admin() as admin:
         replicas = lambda: admin.replicas()[0].replicas  # noqa: E731
-        wait_until(lambda: [one.holds_all for one in replicas()] == [True, True], what="both in sync")
         master = next(one.replica for one in replicas() if one.role == "master")
         (running.broker, slave)[master].kill()
         wait_until(lambda: replicas()[master].address is None, what="the end of the master's session")
