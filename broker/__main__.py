@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.parent import follow_parent
 from metamq.broker.process.run import run_broker
-from metamq.broker.process.server import Broker
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.errors import ConnectError, MetamqError
+
+if TYPE_CHECKING:
+    from metamq.broker.process.server import Broker
 
 
 def _ready(broker: Broker) -> None:

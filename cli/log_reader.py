@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk import epochs as epochs_file
@@ -25,9 +25,11 @@ from metamq.broker.log.disk.flushed import FlushFile, FlushPoint
 from metamq.broker.log.disk.scan import checked_batches, find_flushed_claim, find_intact, read_at
 from metamq.broker.log.disk.segments import Inventory, Segment, take_inventory
 from metamq.errors import ConfigError, CorruptData
-from metamq.wire.batch import BatchHeader
 from metamq.words import count
 from metamq.zk.names import partition_name
+
+if TYPE_CHECKING:
+    from metamq.wire.batch import BatchHeader
 
 ALIGNMENT = 8
 _INDEX_INTERVAL_BYTES = LogConfig().index_interval_bytes

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
 from metamq.cli.show.output import count, listed, print_json, say
-from metamq.client.admin.admin_model import RemovalPlan
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import RemovalPlan
 
 ACCEPT_LOSS = click.option("--accept-loss", is_flag=True, help="Remove it even if messages are lost.")
 

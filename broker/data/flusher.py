@@ -19,12 +19,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
+from typing import TYPE_CHECKING
 
-from metamq.broker.data.partition import Partition
-from metamq.broker.log import FlushTicket
 from metamq.broker.log_once import LogOnce
 from metamq.errors import DiskFull, MetamqError, TooManyOpenFiles, TooManyThreads
 from metamq.threads import start
+
+if TYPE_CHECKING:
+    from metamq.broker.data.partition import Partition
+    from metamq.broker.log import FlushTicket
 
 log = logging.getLogger("metamq.broker")
 

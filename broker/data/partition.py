@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from metamq.broker.log import FlushTicket, LogConfig, PartitionLog, Search
 from metamq.broker.log.disk.producers import Duplicate
 from metamq.broker.log.durable import UNBOUND
 from metamq.errors import CorruptData, Fenced, MetamqError
 from metamq.wire.batch import BatchHeader, make_batch_id
+
+if TYPE_CHECKING:
+    from metamq.broker.log import FlushTicket, LogConfig, PartitionLog, Search
 
 Done = Callable[[MetamqError | None], None]
 

@@ -40,8 +40,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from metamq.broker.data.folder_report import FolderReport, LogReport, Place
 from metamq.broker.data.topics import OWN
 from metamq.errors import ConfigError, MetamqError
 from metamq.words import count
@@ -49,6 +49,9 @@ from metamq.zk.cluster.brokers import BrokerState, state_json
 from metamq.zk.cluster.cluster_nodes import CLIENTS, HAD_SLAVES, TOPICS, ClusterExport
 from metamq.zk.cluster.topics import TopicConfig, from_json, to_json
 from metamq.zk.names import parse_partition
+
+if TYPE_CHECKING:
+    from metamq.broker.data.folder_report import FolderReport, LogReport, Place
 
 EPOCHS_AHEAD = 1000
 _STATE = re.compile(r"/brokers/ids/(\d+)/state")

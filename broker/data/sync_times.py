@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.broker.log.disk.files import Sync
+if TYPE_CHECKING:
+    from metamq.broker.log.disk.files import Sync
 
 BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from metamq.broker.data import topic_settings
-from metamq.broker.data.data_folder import DataFolder, TopicFolder
 from metamq.broker.data.partition import Partition
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog, set_aside
 from metamq.broker.log.disk.derived import remove_orphans
@@ -38,6 +38,9 @@ from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.words import count
 from metamq.zk.cluster.topics import FlushEvery, TopicConfig
 from metamq.zk.names import partition_name
+
+if TYPE_CHECKING:
+    from metamq.broker.data.data_folder import DataFolder, TopicFolder
 
 log = logging.getLogger("metamq.broker")
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.broker.data.data_folder import DataFolder
-from metamq.broker.data.flusher import Flusher
-from metamq.broker.data.partition import Appended, BatchIds, Done, Partition
-from metamq.broker.data.topics import Topics
-from metamq.broker.front_door.counters import Counters
 from metamq.broker.front_door.serving_role import find_for_clients
 from metamq.broker.ha.role import MasterRole, ReplicaStatus, Role
 from metamq.errors import CorruptData, DiskFull, MessageTooLarge, ProtocolError
 from metamq.tx.store.records import BodyPlace
 from metamq.wire.batch import BatchHeader, check_from_producer
-from metamq.wire.commands import PutEntry
 from metamq.wire.compression import Codec
 from metamq.wire.outline import columns_problem
-from metamq.zk.cluster.topics import TopicConfig
+
+if TYPE_CHECKING:
+    from metamq.broker.data.data_folder import DataFolder
+    from metamq.broker.data.flusher import Flusher
+    from metamq.broker.data.partition import Appended, BatchIds, Done, Partition
+    from metamq.broker.data.topics import Topics
+    from metamq.broker.front_door.counters import Counters
+    from metamq.wire.commands import PutEntry
+    from metamq.zk.cluster.topics import TopicConfig
 
 SINGLE_MESSAGE_OVERHEAD = 64
 """Bytes of the offsets and the padding in a batch of one message with all columns."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from metamq.wire.batch import BatchHeader
-from metamq.wire.commands import GetResult
+if TYPE_CHECKING:
+    from metamq.wire.batch import BatchHeader
+    from metamq.wire.commands import GetResult
 
 
 class Counters:

@@ -23,10 +23,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from metamq.broker.data.partition import Partition
-from metamq.broker.log import FilePart, PartitionLog
 from metamq.errors import CorruptData, Fenced, MetamqError, OffsetDiverged, OffsetOutOfRange, ProtocolError
 from metamq.wire import status
 from metamq.wire.commands import FilePlace, Get, GetPartition, GetResult, unpack
@@ -39,6 +38,9 @@ from metamq.wire.limits import (
     FETCH_WAIT_MS_MAX,
 )
 from metamq.zk.names import MAX_NAME_CHARS
+
+if TYPE_CHECKING:
+    from metamq.broker.log import FilePart, PartitionLog
 
 Find = Callable[[str, str, int], Partition]
 Answer = Callable[[Request, list[GetResult], list[Buffer]], None]

@@ -24,26 +24,28 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from metamq.broker.front_door.admission import Admission, ConnectionFate
-from metamq.broker.front_door.answer_memory import AnswerMemory
-from metamq.broker.front_door.counters import Counters
 from metamq.broker.front_door.fetch_session import FetchSession
-from metamq.broker.front_door.processors import Processors
-from metamq.broker.front_door.request_memory import RequestMemory
-from metamq.broker.front_door.serving_role import ReplicaReadRole
 from metamq.broker.front_door.slices import SlicedWork, Slices
-from metamq.broker.ha.connection import HAConnection
-from metamq.broker.ha.service import HAService
 from metamq.broker.log.disk.files import descriptors_max
-from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import status, sync
 from metamq.wire.addresses import are_near
 from metamq.wire.commands import Command, GetResult, HelloReply
 from metamq.wire.connection import AT_WORK, PUSHED, ConnectionState, Greeted, Request, ServerConnection
 from metamq.wire.frames import Buffer, Packed
+
+if TYPE_CHECKING:
+    from metamq.broker.front_door.answer_memory import AnswerMemory
+    from metamq.broker.front_door.counters import Counters
+    from metamq.broker.front_door.processors import Processors
+    from metamq.broker.front_door.request_memory import RequestMemory
+    from metamq.broker.front_door.serving_role import ReplicaReadRole
+    from metamq.broker.ha.connection import HAConnection
+    from metamq.broker.ha.service import HAService
+    from metamq.broker.transactions.processor import TransactionalCommandProcessor
 
 log = logging.getLogger("metamq.broker")
 

@@ -6,17 +6,19 @@ Each batch of a PUT succeeds or fails by itself. The PUT is answered when the la
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from metamq.broker.data.flusher import Flusher
-from metamq.broker.front_door.appends import Appends
-from metamq.broker.ha.role import ReplicaStatus
-from metamq.broker.transactions.processor import TransactionalCommandProcessor
-from metamq.broker.transactions.term import SessionConnection
 from metamq.errors import MetamqError, ProtocolError, StorageError
 from metamq.wire import status
 from metamq.wire.commands import PutEntry, PutResult, unpack_list
-from metamq.wire.connection import Request
+
+if TYPE_CHECKING:
+    from metamq.broker.data.flusher import Flusher
+    from metamq.broker.front_door.appends import Appends
+    from metamq.broker.ha.role import ReplicaStatus
+    from metamq.broker.transactions.processor import TransactionalCommandProcessor
+    from metamq.broker.transactions.term import SessionConnection
+    from metamq.wire.connection import Request
 
 
 class Answering(Protocol):

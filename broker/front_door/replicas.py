@@ -6,16 +6,16 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from metamq.broker.ha.keeper import RoleKeeper
-from metamq.broker.ha.role import ReplicaStatus
 from metamq.errors import ClosedError, MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.commands import Promote, Promoted, unpack
-from metamq.wire.connection import Request
-from metamq.zk.cluster.brokers import Mastership
 
 if TYPE_CHECKING:
     from metamq.broker.front_door.protocol import BrokerProtocol
+    from metamq.broker.ha.keeper import RoleKeeper
+    from metamq.broker.ha.role import ReplicaStatus
+    from metamq.wire.connection import Request
+    from metamq.zk.cluster.brokers import Mastership
 
 log = logging.getLogger("metamq.broker")
 

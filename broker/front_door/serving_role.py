@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from metamq.broker.data.partition import Partition
+from typing import TYPE_CHECKING
+
 from metamq.broker.data.topics import OWN, Topics
 from metamq.broker.ha.role import MasterRole, ReplicaStatus
 from metamq.errors import CorruptData, Fenced, TopicNotFound
+
+if TYPE_CHECKING:
+    from metamq.broker.data.partition import Partition
 
 
 def find_for_clients(topics: Topics, topic: str, topic_id: str, index: int) -> Partition:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import metamq
-from metamq.broker.data.data_folder import DataFolder
-from metamq.broker.data.partition import BatchIds, Partition
 from metamq.broker.data.topics import OWN, Topics
-from metamq.broker.front_door.counters import Counters
-from metamq.broker.front_door.puts import Answering
-from metamq.broker.ha.role import ReplicaStatus
-from metamq.broker.transactions.term import Figures
 from metamq.wire.commands import Stats, unpack
-from metamq.wire.connection import Request
 from metamq.wire.limits import STATS_PARTITIONS_MAX
+
+if TYPE_CHECKING:
+    from metamq.broker.data.data_folder import DataFolder
+    from metamq.broker.data.partition import BatchIds, Partition
+    from metamq.broker.front_door.counters import Counters
+    from metamq.broker.front_door.puts import Answering
+    from metamq.broker.ha.role import ReplicaStatus
+    from metamq.broker.transactions.term import Figures
+    from metamq.wire.connection import Request
 
 DAMAGED_MAX = 10
 """Partitions whose damage one answer describes."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from metamq.broker.data.partition import Partition
-from metamq.broker.data.topics import Topics
-from metamq.broker.ha.connection import HAConnection
-from metamq.broker.ha.insync import Member
+if TYPE_CHECKING:
+    from metamq.broker.data.partition import Partition
+    from metamq.broker.data.topics import Topics
+    from metamq.broker.ha.connection import HAConnection
+    from metamq.broker.ha.insync import Member
 
 NOT_SOON = -math.inf
 """The slave counts as behind at once: it does not come back, or not soon."""

@@ -13,20 +13,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from metamq.broker.data.flusher import Flusher
-from metamq.broker.data.partition import Partition
-from metamq.broker.data.topics import Topics
 from metamq.broker.ha.attempts import HAState, LinkAttempts
 from metamq.broker.ha.slave_link import SlaveLink
-from metamq.broker.log.replicated import CopyDamaged
 from metamq.broker.log_once import LogOnce
 from metamq.client.fetch.damage import report_to
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, DiskFull, Fenced, MetamqError, ProtocolError, StorageError
 from metamq.wire import sync
 from metamq.wire.commands import LATEST, OffsetsEntry
-from metamq.zk.cluster.brokers import BrokerAddress, Registration
+
+if TYPE_CHECKING:
+    from metamq.broker.data.flusher import Flusher
+    from metamq.broker.data.partition import Partition
+    from metamq.broker.data.topics import Topics
+    from metamq.broker.log.replicated import CopyDamaged
+    from metamq.zk.cluster.brokers import BrokerAddress, Registration
 
 log = logging.getLogger("metamq.broker")
 

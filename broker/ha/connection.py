@@ -26,15 +26,15 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from metamq.broker.data.partition import Partition
-from metamq.broker.ha.flow import FlowMonitor
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import sync
-from metamq.wire.frames import Buffer
 from metamq.wire.limits import ENTRIES_TARGET
 
 if TYPE_CHECKING:
+    from metamq.broker.data.partition import Partition
+    from metamq.broker.ha.flow import FlowMonitor
     from metamq.broker.ha.service import HAService
+    from metamq.wire.frames import Buffer
 
 log = logging.getLogger("metamq.broker")
 

@@ -12,11 +12,13 @@ at the same time, in each partition in the order of its log. No code polls.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from metamq.broker.data.partition import Done, Partition
 from metamq.errors import Fenced, MetamqError, NotEnoughReplicas
-from metamq.zk.cluster.topics import TopicConfig
+
+if TYPE_CHECKING:
+    from metamq.broker.data.partition import Done, Partition
+    from metamq.zk.cluster.topics import TopicConfig
 
 
 class InsyncSet(Protocol):

@@ -30,10 +30,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.errors import CorruptData
 from metamq.wire.sync import AttachResult, SyncDecision
+
+if TYPE_CHECKING:
+    from metamq.errors import CorruptData
 
 __all__ = ["LogPosition", "Side", "SyncDecision", "SyncVerdict", "decide"]
 

@@ -18,22 +18,15 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from metamq.broker.config import BrokerConfig
-from metamq.broker.data.data_folder import DataFolder
-from metamq.broker.data.flusher import Flusher
-from metamq.broker.data.partition import BatchIds, Partition
-from metamq.broker.data.topics import Topics
 from metamq.broker.ha.client import HAClient
 from metamq.broker.ha.decide_role import RoleDecision, RoleKind, decide_role
 from metamq.broker.ha.group_transfer import GroupTransferService
-from metamq.broker.ha.insync import Change
 from metamq.broker.ha.role import BetweenRoles, MasterRole, ReplicaStatus, Role, SlaveRole, WaitingRole
 from metamq.broker.ha.service import TICK_S, HAService, HASettings
 from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.log_once import LogOnce
-from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout
 from metamq.zk.cluster.brokers import (
@@ -50,8 +43,17 @@ from metamq.zk.cluster.epochs import KnownState, taken_back
 from metamq.zk.cluster.offers import register_slave_topics, register_topics
 from metamq.zk.cluster.replicas import Refused, Unknown, change_insync, had_slaves, register_slave, slaves_of, take_over
 from metamq.zk.session.lease import Lease
-from metamq.zk.session.session import Session
 from metamq.zk.session.watches import OneWatch
+
+if TYPE_CHECKING:
+    from metamq.broker.config import BrokerConfig
+    from metamq.broker.data.data_folder import DataFolder
+    from metamq.broker.data.flusher import Flusher
+    from metamq.broker.data.partition import BatchIds, Partition
+    from metamq.broker.data.topics import Topics
+    from metamq.broker.ha.insync import Change
+    from metamq.broker.transactions.processor import TransactionalCommandProcessor
+    from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.broker")
 

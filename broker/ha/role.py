@@ -30,15 +30,17 @@ A reader takes `ReplicaStatus.role` once and works with that object. After an `a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from metamq.broker.data.partition import Partition
-from metamq.broker.ha.client import HAClient
 from metamq.broker.ha.decide_role import RoleKind
-from metamq.broker.ha.group_transfer import GroupTransferService
-from metamq.broker.ha.service import HAService
-from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import DiskFull, Fenced, MetamqError
+
+if TYPE_CHECKING:
+    from metamq.broker.data.partition import Partition
+    from metamq.broker.ha.client import HAClient
+    from metamq.broker.ha.group_transfer import GroupTransferService
+    from metamq.broker.ha.service import HAService
+    from metamq.broker.transactions.term import TransactionTerm
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,8 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from metamq.broker.data.partition import Partition
-from metamq.broker.data.topics import Topics
 from metamq.broker.ha.behind import BehindTimes
 from metamq.broker.ha.connection import HAConnection, ReplicaEnd, Wire
 from metamq.broker.ha.flow import FlowMonitor
@@ -42,7 +40,11 @@ from metamq.broker.ha.insync import Change, Member, Membership, Stage
 from metamq.errors import ConfigError, ConnectError, CorruptData, Fenced, MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.limits import FRAME_BYTES_MAX
-from metamq.zk.cluster.brokers import BrokerState, StateAt
+
+if TYPE_CHECKING:
+    from metamq.broker.data.partition import Partition
+    from metamq.broker.data.topics import Topics
+    from metamq.zk.cluster.brokers import BrokerState, StateAt
 
 log = logging.getLogger("metamq.broker")
 

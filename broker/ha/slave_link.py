@@ -16,17 +16,19 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from metamq.broker.data.flusher import Flusher
-from metamq.broker.data.partition import Partition
-from metamq.broker.data.topics import Topics
 from metamq.broker.ha.handshake import level_at_slave
 from metamq.broker.ha.to_acknowledge import ToAcknowledge
 from metamq.broker.log.replicated import CopyDamaged
-from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, CorruptData, DiskFull, MetamqError, ProtocolError, Timeout
 from metamq.wire import sync
+
+if TYPE_CHECKING:
+    from metamq.broker.data.flusher import Flusher
+    from metamq.broker.data.partition import Partition
+    from metamq.broker.data.topics import Topics
+    from metamq.client.net.transport import BrokerConnection
 
 log = logging.getLogger("metamq.broker")
 

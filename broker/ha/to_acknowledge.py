@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from metamq.broker.data.partition import Partition
 from metamq.wire import sync
 from metamq.wire.limits import ENTRIES_TARGET
+
+if TYPE_CHECKING:
+    from metamq.broker.data.partition import Partition
 
 
 class ToAcknowledge:

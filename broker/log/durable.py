@@ -38,17 +38,19 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk.derived import unlink_all
 from metamq.broker.log.disk.files import SHORTAGES, FileCache, disk_error, is_full, storage_error
 from metamq.broker.log.disk.flushed import NO_EPOCHS, FlushPoint
 from metamq.broker.log.disk.segments import Segment
 from metamq.broker.log.flush import FILES_MAX, FlushTicket
-from metamq.broker.log.recovery import RecoveredLog
 from metamq.broker.log.store import SegmentStore
 from metamq.errors import ClosedError, DiskFull, MetamqError, StorageError, TooManyOpenFiles
+
+if TYPE_CHECKING:
+    from metamq.broker.log.config import LogConfig
+    from metamq.broker.log.recovery import RecoveredLog
 
 log = logging.getLogger("metamq.broker.log")
 T = TypeVar("T")

@@ -6,9 +6,12 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from metamq.broker.log.disk.files import FileCache, Sync, disk_error
-from metamq.errors import StorageError
+
+if TYPE_CHECKING:
+    from metamq.errors import StorageError
 
 FILES_MAX = 8
 """Maximum files of a log in one ticket: descriptors are scarce, and several logs may have tickets at one time."""

@@ -32,15 +32,13 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from metamq.broker.log import fresh, retention
-from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk.derived import unlink_all
 from metamq.broker.log.disk.epochs import EpochList
 from metamq.broker.log.disk.files import FileCache, is_full, storage_error
 from metamq.broker.log.disk.producers import NEW, Duplicate, New, ProducerStates
-from metamq.broker.log.disk.segments import Segment, SegmentStats
-from metamq.broker.log.disk.times import Search
 from metamq.broker.log.durable import UNBOUND, DurableLog
 from metamq.broker.log.recovery import RecoveredLog, RecoveryReport, recover
 from metamq.broker.log.replicated import CopyDamaged, check_replicated, fitting
@@ -48,6 +46,11 @@ from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log.store import BatchRun, FilePart, LogSlice, SegmentStore
 from metamq.errors import ClosedError, ConfigError, CorruptData, DiskFull, Fenced, OffsetOutOfRange
 from metamq.wire.batch import BatchHeader, stamp
+
+if TYPE_CHECKING:
+    from metamq.broker.log.config import LogConfig
+    from metamq.broker.log.disk.segments import Segment, SegmentStats
+    from metamq.broker.log.disk.times import Search
 
 log = logging.getLogger("metamq.broker.log")
 

@@ -61,9 +61,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from metamq.broker.log import fresh
-from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk.derived import load_index, load_producers, unlink, unlink_all
 from metamq.broker.log.disk.files import FileCache, is_full
 from metamq.broker.log.disk.flushed import NO_EPOCHS, FlushFile, FlushPoint
@@ -72,6 +72,9 @@ from metamq.broker.log.disk.producers import ProducerStates
 from metamq.broker.log.disk.scan import checked_batches, find_flushed_claim
 from metamq.broker.log.disk.segments import Inventory, Segment, SnapshotName, take_inventory
 from metamq.errors import CorruptData
+
+if TYPE_CHECKING:
+    from metamq.broker.log.config import LogConfig
 
 log = logging.getLogger("metamq.broker.log")
 _COPY_BYTES = 1 << 20

@@ -9,10 +9,13 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from metamq.broker.log.config import LogConfig
-from metamq.broker.log.disk.files import FileCache
 from metamq.private_files import make_folder
+
+if TYPE_CHECKING:
+    from metamq.broker.log.config import LogConfig
+    from metamq.broker.log.disk.files import FileCache
 
 log = logging.getLogger("metamq.broker.log")
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}

@@ -17,12 +17,15 @@ import errno
 import os
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from metamq.broker.log.disk.files import ReadOnlyFiles
 from metamq.broker.log.disk.scan import checked_batches
-from metamq.broker.log.disk.segments import Segment
 from metamq.errors import CorruptData
-from metamq.wire.batch import BatchHeader
+
+if TYPE_CHECKING:
+    from metamq.broker.log.disk.segments import Segment
+    from metamq.wire.batch import BatchHeader
 
 STEP_BYTES = 1 << 20
 STEP_BATCHES = 256

@@ -10,7 +10,7 @@ import os
 from bisect import bisect_right
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.broker.log.disk import epochs
 from metamq.broker.log.disk.derived import (
@@ -23,16 +23,18 @@ from metamq.broker.log.disk.derived import (
     superfluous,
     unlink,
 )
-from metamq.broker.log.disk.epochs import EpochList
 from metamq.broker.log.disk.files import FileCache, is_full
 from metamq.broker.log.disk.index import SparseIndex
-from metamq.broker.log.disk.producers import ProducerStates
 from metamq.broker.log.disk.scan import LOCATION, damaged, find_batch, headers, read_at
 from metamq.broker.log.disk.segments import Segment, SegmentStats, SnapshotName, file_path
 from metamq.broker.log.disk.times import Search, first_at_time
 from metamq.wire.batch import HEADER_BYTES, bytes_to_read, check_broker_part, read_header
 from metamq.wire.buffer_pool import SMALL_BYTES
 from metamq.wire.limits import BATCH_BYTES_MAX
+
+if TYPE_CHECKING:
+    from metamq.broker.log.disk.epochs import EpochList
+    from metamq.broker.log.disk.producers import ProducerStates
 
 _BASE_OFFSET = attrgetter("base_offset")
 _BASE_POSITION = attrgetter("base_position")

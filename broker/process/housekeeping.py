@@ -7,19 +7,21 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from metamq.broker.config import BrokerConfig
-from metamq.broker.data.data_folder import DataFolder
-from metamq.broker.data.flusher import Flusher
-from metamq.broker.data.partition import Partition
-from metamq.broker.data.topics import Topics
-from metamq.broker.ha.role import ReplicaStatus
 from metamq.broker.log import FLUSH, Steps
 from metamq.broker.log_once import LogOnce
-from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.errors import CorruptData, DiskFull, MetamqError, TooManyOpenFiles
 from metamq.threads import start_pool
+
+if TYPE_CHECKING:
+    from metamq.broker.config import BrokerConfig
+    from metamq.broker.data.data_folder import DataFolder
+    from metamq.broker.data.flusher import Flusher
+    from metamq.broker.data.partition import Partition
+    from metamq.broker.data.topics import Topics
+    from metamq.broker.ha.role import ReplicaStatus
+    from metamq.broker.transactions.processor import TransactionalCommandProcessor
 
 log = logging.getLogger("metamq.broker")
 

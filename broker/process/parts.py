@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import metamq
-from metamq.broker.config import BrokerConfig
-from metamq.broker.data.data_folder import DataFolder
-from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.partition import BatchIds
 from metamq.broker.data.scrubber import Scrubber
-from metamq.broker.data.topics import Topics
 from metamq.broker.front_door.admission import Admission
 from metamq.broker.front_door.answer_memory import AnswerMemory
 from metamq.broker.front_door.appends import Appends
@@ -29,11 +26,17 @@ from metamq.broker.ha.keeper import RoleKeeper
 from metamq.broker.ha.role import ReplicaStatus
 from metamq.broker.process.housekeeping import Housekeeping
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
-from metamq.errors import MetamqError
 from metamq.wire.commands import Command, HelloReply
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION_MAX
-from metamq.zk.cluster.brokers import Registration
-from metamq.zk.session.session import Session
+
+if TYPE_CHECKING:
+    from metamq.broker.config import BrokerConfig
+    from metamq.broker.data.data_folder import DataFolder
+    from metamq.broker.data.flusher import Flusher
+    from metamq.broker.data.topics import Topics
+    from metamq.errors import MetamqError
+    from metamq.zk.cluster.brokers import Registration
+    from metamq.zk.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)

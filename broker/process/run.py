@@ -6,11 +6,14 @@ import asyncio
 import gc
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from metamq.broker.config import BrokerConfig
 from metamq.broker.process.server import Broker, serve
 from metamq.private_files import restrict_process
 from metamq.zk.paths import DEFAULT_ROOT
+
+if TYPE_CHECKING:
+    from metamq.broker.config import BrokerConfig
 
 COLLECTED_AFTER = 20_000
 """New objects per run of the garbage collector over young objects. Python's default of 700 is a few requests."""

@@ -23,9 +23,9 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import metamq
-from metamq.broker.config import BrokerConfig
 from metamq.broker.data.data_folder import LOST_ZOOKEEPER, REMOVED, RIGHT_ZOOKEEPER, DataFolder
 from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.sync_times import Histogram, SyncTimes
@@ -59,6 +59,9 @@ from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.session.session import Session, SessionState
+
+if TYPE_CHECKING:
+    from metamq.broker.config import BrokerConfig
 
 log = logging.getLogger("metamq.broker")
 

@@ -18,19 +18,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.broker.data.partition import Partition
-from metamq.broker.data.topics import Topics
-from metamq.broker.log import PartitionLog
 from metamq.broker.log.disk.files import SHORTAGES
-from metamq.broker.transactions.journal import Appender, JournalStore
 from metamq.errors import CorruptData, MetamqError, TopicNotFound
-from metamq.tx.store.branch import Body
-from metamq.tx.store.fold import CommittedBranch, JournalState
-from metamq.tx.store.records import Key
 from metamq.wire.batch import read_header, walk
 from metamq.words import count
+
+if TYPE_CHECKING:
+    from metamq.broker.data.topics import Topics
+    from metamq.broker.log import PartitionLog
+    from metamq.broker.transactions.journal import Appender, JournalStore
+    from metamq.tx.store.branch import Body
+    from metamq.tx.store.fold import CommittedBranch, JournalState
+    from metamq.tx.store.records import Key
 
 log = logging.getLogger("metamq.broker")
 

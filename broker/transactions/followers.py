@@ -23,16 +23,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import TYPE_CHECKING
 
-from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.client.net.branches import Branch, TxClient, new_session
 from metamq.client.net.cluster import ClusterClient
 from metamq.errors import BranchNotKnown, HeuristicOutcome, MetamqError, OutcomeUnknown, TransactionError
-from metamq.tx.store.branch import BranchState
-from metamq.tx.store.records import BranchKey
 from metamq.tx.store.table import BranchPhase
 from metamq.wire.xa import Verb, XACode, Xid
-from metamq.zk.session.session import Session
+
+if TYPE_CHECKING:
+    from metamq.broker.transactions.processor import TransactionalCommandProcessor
+    from metamq.tx.store.branch import BranchState
+    from metamq.tx.store.records import BranchKey
+    from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.broker")
 

@@ -11,16 +11,18 @@ import asyncio
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from metamq.broker.data.partition import BatchIds, Done, Partition
-from metamq.errors import MetamqError
-from metamq.tx.store.branch import Body
 from metamq.tx.store.fold import Entry, Retained
 from metamq.tx.store.records import Record, pack, unpack
 from metamq.wire.batch import HEADER_BYTES, BatchHeader, read_header, walk
 from metamq.wire.columns import decode, encode
 from metamq.zk.cluster.topics import TopicConfig
+
+if TYPE_CHECKING:
+    from metamq.broker.data.partition import BatchIds, Done, Partition
+    from metamq.errors import MetamqError
+    from metamq.tx.store.branch import Body
 
 TOPIC = "~transactions"
 TOPIC_ID = "0" * 16

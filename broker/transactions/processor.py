@@ -16,11 +16,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from metamq.broker.data.flusher import Flusher
-from metamq.broker.data.partition import BatchIds, Partition
-from metamq.broker.data.topics import Topics
 from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.transactions.commits import CommitApplier, key_of
 from metamq.broker.transactions.journal import (
@@ -47,18 +44,23 @@ from metamq.errors import (
     TransactionError,
     TryLater,
 )
-from metamq.tx.store.branch import BranchState
 from metamq.tx.store.fold import COMMITS, JournalState, Retained
 from metamq.tx.store.records import Add, BodyPlace, Heuristic, Record
 from metamq.tx.store.table import LASTING, BranchPhase
 from metamq.tx.store.verbs import JournalTransactionStore, TransactionLimits, VerbStep
 from metamq.wire import status
 from metamq.wire.commands import PutEntry, unpack, unpack_list
-from metamq.wire.connection import Request
 from metamq.wire.limits import BATCH_BYTES_MAX, FOLLOWERS_MAX, VERBS_MAX
 from metamq.wire.tx_commands import Branches, BranchesReply, BranchInfo, Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
 from metamq.words import count
+
+if TYPE_CHECKING:
+    from metamq.broker.data.flusher import Flusher
+    from metamq.broker.data.partition import BatchIds, Partition
+    from metamq.broker.data.topics import Topics
+    from metamq.tx.store.branch import BranchState
+    from metamq.wire.connection import Request
 
 log = logging.getLogger("metamq.broker")
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from metamq.broker.transactions.commits import CommitApplier
-from metamq.broker.transactions.journal import JournalStore
-from metamq.errors import MetamqError
 from metamq.tx.store.verbs import JournalTransactionStore, VerbRequest
-from metamq.wire.connection import Request
-from metamq.wire.tx_commands import Tx, TxResult
 from metamq.wire.xa import Verb, Xid
+
+if TYPE_CHECKING:
+    from metamq.broker.transactions.commits import CommitApplier
+    from metamq.broker.transactions.journal import JournalStore
+    from metamq.errors import MetamqError
+    from metamq.wire.connection import Request
+    from metamq.wire.tx_commands import Tx, TxResult
 
 
 class SessionConnection(Protocol):

@@ -21,17 +21,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.partition import Partition
 from metamq.broker.data.topics import OWN, Topics
 from metamq.broker.transactions.commits import key_of
 from metamq.broker.transactions.journal import SEGMENT_BYTES
-from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import MetamqError, StorageError
-from metamq.tx.store.branch import Body, BranchState
 from metamq.tx.store.fold import NO_MARK, CommittedBranch, JournalState, move_of
 from metamq.tx.store.records import Add, Key, Mark, Moved, Record, Remembered, Waiting
+
+if TYPE_CHECKING:
+    from metamq.broker.data.flusher import Flusher
+    from metamq.broker.transactions.term import TransactionTerm
+    from metamq.tx.store.branch import Body, BranchState
 
 MARK_S = 5.0
 CUT_BYTES = 2 * SEGMENT_BYTES

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import datetime
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -24,11 +24,13 @@ from metamq.cli.processes import StopSignals
 from metamq.cli.show.message_format import LETTERS, Render, as_json, as_raw, compile_format
 from metamq.cli.show.output import output_option
 from metamq.cli.show.units import GROUP, PLACE, TOPIC, Parsed
-from metamq.client.admin.admin_model import PartitionDescription
 from metamq.client.consumer.consumer import Consumer
-from metamq.client.model import Message
 from metamq.errors import ConnectError, OwnershipLost
 from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import PartitionDescription
+    from metamq.client.model import Message
 
 log = logging.getLogger("metamq.cli")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,9 +25,11 @@ from metamq.cli.show.output import (
     table_lines,
 )
 from metamq.cli.show.units import EXISTING_GROUP, PLACE, TOPIC, Parsed, show_age
-from metamq.client.admin.admin_model import GroupDescription, OffsetReset, ResetTo
 from metamq.zk.names import check_consumer, parse_partition
 from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import GroupDescription, OffsetReset, ResetTo
 
 RESET_HEADINGS = ("PARTITION", "BEFORE", "AFTER")
 

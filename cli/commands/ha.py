@@ -25,13 +25,13 @@ from metamq.cli.show.output import (
 )
 from metamq.cli.show.replica_view import damage_faults, in_sync_and_down, replica_faults
 from metamq.cli.show.units import DURATION, show_bytes
-from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.errors import ConfigError, ConnectError, MetamqError, Timeout
 from metamq.zk.paths import Paths
 from metamq.zk.servers import parse_servers
 
 if TYPE_CHECKING:
     from metamq import Admin
+    from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 
 HEADINGS = [
     "BROKER", "REPLICA", "ROLE", "STATE", "ADDRESS", "IN SYNC", "MESSAGES BEHIND", "BYTES", "SECONDS", "EPOCH"

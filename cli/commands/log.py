@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,9 +29,11 @@ from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import show_bytes
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import time_of
-from metamq.wire.batch import BatchHeader
 from metamq.wire.compression import Codec
 from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.wire.batch import BatchHeader
 
 _FOLDER = click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +23,9 @@ from metamq.errors import ConfigError
 from metamq.private_files import restrict_process
 from metamq.zk.server.embedded import MEMORY_VARIABLE
 from metamq.zk.server.jars import find_jars
+
+if TYPE_CHECKING:
+    from metamq.broker.process.server import Broker
 
 POLL_S = 0.2
 IN_SECONDS = {
@@ -139,7 +142,6 @@ def broker(with_parent: bool, output: str, **settings: Any) -> int:
     metamq broker --config /etc/metamq/broker.toml
     """  # fmt: skip
     from metamq.broker.process.run import run_broker
-    from metamq.broker.process.server import Broker
 
     current().log(logging.INFO)
     for option, setting in IN_SECONDS.items():

@@ -25,7 +25,6 @@ from metamq.cli.show.output import (
     say,
 )
 from metamq.cli.show.units import show_age, show_bytes
-from metamq.client.net.branches import BranchDescription
 from metamq.errors import BranchNotKnown, ConfigError, ConnectError
 from metamq.wire.xa import XACode, Xid
 
@@ -34,6 +33,7 @@ STATES = ("active", "idle", "prepared", "rollback-only", "decided", "heuristical
 if TYPE_CHECKING:
     from metamq import Admin
     from metamq.client.admin.admin_model import OpenBranches
+    from metamq.client.net.branches import BranchDescription
 
 PREPARED, HEURISTIC, DECIDED = "prepared", "heuristically completed", "decided"
 BROKER = click.option("--broker", "broker_id", type=int, help="Only the branch at this broker id.  [all]")

@@ -13,12 +13,15 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from metamq.cli.processes import BrokerChild
 from metamq.cli.show.output import say
-from metamq.client.admin.admin_model import ReplicaDescription
 from metamq.errors import ConfigError, MetamqError
 from metamq.zk.paths import DEFAULT_ROOT
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import ReplicaDescription
 
 BROKER_ID = 0
 ANSWER_S = 1.0

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from metamq import Admin
 from metamq.cli.demo.helpers import Say, wait_for
-from metamq.client.producer.outgoing import ManyDelivery
-from metamq.testing import Cluster
+
+if TYPE_CHECKING:
+    from metamq import Admin
+    from metamq.client.producer.outgoing import ManyDelivery
+    from metamq.testing import Cluster
 
 LIMIT_S = 30.0
 POLL_S = 0.02

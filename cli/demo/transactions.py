@@ -17,15 +17,17 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.cli.demo import application as demo_application
 from metamq.cli.demo.flights import encode
 from metamq.cli.demo.helpers import Say, wait_for
 from metamq.errors import MetamqError
-from metamq.testing import Cluster
 from metamq.tx import Recoverer, create_outcome_table
 from metamq.words import count
+
+if TYPE_CHECKING:
+    from metamq.testing import Cluster
 
 TOPIC = demo_application.TOPIC
 PARTITIONS = 4

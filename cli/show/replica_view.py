@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from metamq.cli.show.output import listed
-from metamq.client.admin.admin_model import BrokerReplicas, ReplicaDescription
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import BrokerReplicas, ReplicaDescription
 
 
 class Fault(NamedTuple):

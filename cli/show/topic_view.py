@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from metamq.cli.show.output import count, folded, listed, print_table
 from metamq.cli.show.units import show_bytes, show_flush, show_retention
-from metamq.client.admin.admin_model import TopicDescription
 from metamq.zk.cluster.topics import FlushEvery, TopicConfig
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import TopicDescription
 
 
 def config_json(config: TopicConfig) -> dict[str, Any]:

@@ -5,31 +5,33 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Coroutine
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from metamq.client.admin.admin_core import AdminCore
-from metamq.client.admin.admin_model import (
-    BrokerDescription,
-    BrokerReplicas,
-    BrokerStatistics,
-    GroupDescription,
-    GroupExplanation,
-    GroupSummary,
-    OffsetReset,
-    OpenBranches,
-    PromotionPlan,
-    RemovalPlan,
-    ResetTo,
-    TopicDescription,
-    TopicSettings,
-)
 from metamq.client.background import background
 from metamq.client.checks import not_picklable
 from metamq.client.settings import zookeeper_root, zookeeper_servers
 from metamq.errors import ClosedError, ForkedError
-from metamq.wire.xa import Xid
-from metamq.zk.cluster.topics import TopicConfig
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import (
+        BrokerDescription,
+        BrokerReplicas,
+        BrokerStatistics,
+        GroupDescription,
+        GroupExplanation,
+        GroupSummary,
+        OffsetReset,
+        OpenBranches,
+        PromotionPlan,
+        RemovalPlan,
+        ResetTo,
+        TopicDescription,
+        TopicSettings,
+    )
+    from metamq.wire.xa import Xid
+    from metamq.zk.cluster.topics import TopicConfig
+    from metamq.zk.partitions import TopicPartition
 
 T = TypeVar("T")
 

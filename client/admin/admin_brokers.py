@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.admin.admin_model import BrokerDescription, BrokerStatistics, PartitionStatistics
 from metamq.client.net import paged_requests
@@ -18,7 +18,9 @@ from metamq.zk.cluster.brokers import live_brokers, read_state
 from metamq.zk.errors import NoNode
 from metamq.zk.names import parse_partition, partition_name
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.session.session import Session
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
 
 Found = OffsetsResult | MetamqError
 

@@ -6,7 +6,7 @@ The blocking and the asyncio Admin are thin APIs over this core; so both have ev
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.admin import (
     admin_brokers,
@@ -16,29 +16,31 @@ from metamq.client.admin import (
     admin_topics,
     admin_transactions,
 )
-from metamq.client.admin.admin_model import (
-    BrokerDescription,
-    BrokerReplicas,
-    BrokerStatistics,
-    GroupDescription,
-    GroupExplanation,
-    GroupSummary,
-    OffsetReset,
-    OpenBranches,
-    PromotionPlan,
-    RemovalPlan,
-    ResetTo,
-    TopicDescription,
-    TopicSettings,
-)
 from metamq.client.forks import register_for_forks
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ClosedError, ForkedError, MetamqError, closed_client
-from metamq.wire.xa import Xid
 from metamq.zk.cluster.cluster_nodes import export_cluster
-from metamq.zk.cluster.topics import TopicConfig
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import (
+        BrokerDescription,
+        BrokerReplicas,
+        BrokerStatistics,
+        GroupDescription,
+        GroupExplanation,
+        GroupSummary,
+        OffsetReset,
+        OpenBranches,
+        PromotionPlan,
+        RemovalPlan,
+        ResetTo,
+        TopicDescription,
+        TopicSettings,
+    )
+    from metamq.wire.xa import Xid
+    from metamq.zk.cluster.topics import TopicConfig
+    from metamq.zk.partitions import TopicPartition
 
 SESSION_TIMEOUT_MS = 10_000
 

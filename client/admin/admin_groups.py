@@ -13,6 +13,7 @@ import difflib
 import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from metamq.client.admin.admin_brokers import Found, ask_offsets
 from metamq.client.admin.admin_model import (
@@ -28,22 +29,24 @@ from metamq.client.admin.admin_topics import read_configs
 from metamq.client.checks import is_whole, partition_of, wrong_type
 from metamq.client.group.rebalance_decisions import why_idle
 from metamq.client.group.strategies import explain
-from metamq.client.net.cluster import ClusterClient
 from metamq.client.producer.producer_api import requested_time_us
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionNotFound
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.words import count
-from metamq.zk.cluster.topics import TopicConfig
 from metamq.zk.documents import skip_unreadable
 from metamq.zk.errors import NoNode, NotEmpty
 from metamq.zk.groups import members
-from metamq.zk.groups.members import Member
 from metamq.zk.groups.ownership import CommittedOffset, OffsetRecord, read_offset, reset_offset
 from metamq.zk.groups.plans import Plan, read_plan
 from metamq.zk.names import check_consumer, check_node
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.partitions import TopicPartition, partition_order
-from metamq.zk.session.session import Session
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient
+    from metamq.zk.cluster.topics import TopicConfig
+    from metamq.zk.groups.members import Member
+    from metamq.zk.session.session import Session
 
 
 async def check_exists(session: Session, group: str) -> None:

@@ -11,15 +11,14 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from metamq.client.admin.admin_groups import children
 from metamq.client.admin.admin_model import RemovalPlan
-from metamq.client.net.cluster import ClusterClient
 from metamq.errors import ConfigError, CorruptData, MetamqError
 from metamq.words import count
 from metamq.zk.cluster.brokers import BrokerState, master_of, read_state, state_json
 from metamq.zk.cluster.epochs import CLASSES
-from metamq.zk.cluster.registrations import BrokerAddress
 from metamq.zk.cluster.replicas import had_slaves, slaves_of
 from metamq.zk.cluster.topics import TopicConfig, from_json, to_json
 from metamq.zk.errors import BadVersion, NoNode, NotEmpty
@@ -27,7 +26,11 @@ from metamq.zk.groups.members import owned_partitions
 from metamq.zk.groups.plans import read_plan
 from metamq.zk.names import parse_partition
 from metamq.zk.nodes import ANY_VERSION, Check, Delete, Op, SetData
-from metamq.zk.session.session import Session
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient
+    from metamq.zk.cluster.registrations import BrokerAddress
+    from metamq.zk.session.session import Session
 
 RELEASE_S = 10.0
 LOOK_AGAIN_S = 0.05

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.admin.admin_groups import children
 from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.client.admin.promotion_plan import Has, Loss, loss_of
 from metamq.client.net import paged_requests
-from metamq.client.net.cluster import ClusterClient
-from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConfigError, ConnectError, MetamqError
 from metamq.wire.commands import Command, Promote, Promoted, Stats, unpack
 from metamq.zk.cluster.brokers import BrokerAddress, BrokerState, StateAt, known, master_of, read_state
 from metamq.zk.cluster.epochs import highest_epoch, taken_back
 from metamq.zk.cluster.replicas import slaves_of
-from metamq.zk.session.session import Session
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient
+    from metamq.client.net.transport import BrokerConnection
+    from metamq.zk.session.session import Session
 
 PROMOTE_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 3.0

@@ -11,11 +11,11 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from metamq.client.admin.admin_brokers import ask_offsets, sizes_on_disk
 from metamq.client.admin.admin_model import PartitionDescription, TopicDescription, TopicSettings
 from metamq.client.checks import check_seconds, is_whole, wrong_type
-from metamq.client.net.cluster import ClusterClient
 from metamq.client.settings import unknown
 from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError, Timeout, TopicExists
 from metamq.wire.commands import LATEST
@@ -26,9 +26,12 @@ from metamq.zk.cluster.topics import PARTITIONS_MAX, TopicConfig, spread_partiti
 from metamq.zk.errors import ConnectionLost, NoNode, NotEmpty
 from metamq.zk.names import check_topic, parse_partition
 from metamq.zk.nodes import ANY_VERSION
-from metamq.zk.partitions import TopicPartition
 from metamq.zk.paths import master_offer
-from metamq.zk.session.session import Session
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient
+    from metamq.zk.partitions import TopicPartition
+    from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.client")
 

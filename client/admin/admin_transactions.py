@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from metamq.client.admin.admin_groups import children
 from metamq.client.admin.admin_model import OpenBranches
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
-from metamq.client.net.cluster import ClusterClient
 from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, MetamqError
 from metamq.wire.xa import Verb, XACode, Xid
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient
 
 LASTING = ("prepared", "heuristically completed", "decided")
 

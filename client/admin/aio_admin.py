@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from metamq.client.admin.admin import WAIT_S
 from metamq.client.admin.admin_core import AdminCore
-from metamq.client.admin.admin_model import (
-    BrokerDescription,
-    BrokerReplicas,
-    BrokerStatistics,
-    GroupDescription,
-    GroupExplanation,
-    GroupSummary,
-    OffsetReset,
-    OpenBranches,
-    PromotionPlan,
-    RemovalPlan,
-    ResetTo,
-    TopicDescription,
-    TopicSettings,
-)
 from metamq.client.settings import zookeeper_root, zookeeper_servers
-from metamq.wire.xa import Xid
-from metamq.zk.cluster.topics import TopicConfig
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import (
+        BrokerDescription,
+        BrokerReplicas,
+        BrokerStatistics,
+        GroupDescription,
+        GroupExplanation,
+        GroupSummary,
+        OffsetReset,
+        OpenBranches,
+        PromotionPlan,
+        RemovalPlan,
+        ResetTo,
+        TopicDescription,
+        TopicSettings,
+    )
+    from metamq.wire.xa import Xid
+    from metamq.zk.cluster.topics import TopicConfig
+    from metamq.zk.partitions import TopicPartition
 
 
 class Admin:

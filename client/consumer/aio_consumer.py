@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from metamq.client.checks import check_callables, check_seconds, check_whole, partition_of
 from metamq.client.consumer.aio_listener import DeadLetters, ListenerTasks
@@ -15,18 +15,20 @@ from metamq.client.consumer.consumer_api import ConsumerApi, Position, partition
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer.receivers import TaskReceiver
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
-from metamq.client.fetch.inbox import InFlightBatch
-from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message, message_of
 from metamq.client.net.retrying import RetryPolicy
 from metamq.client.offsets.dbapi import NOT_GIVEN, AnyConnection, database_of
-from metamq.client.offsets.offsets import OffsetStorage
 from metamq.client.one_loop import OneLoop
 from metamq.client.opened_later import OpenedLater
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, ForkedError
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.fetch.inbox import InFlightBatch
+    from metamq.client.fetch.message_batch import MessageBatch
+    from metamq.client.offsets.offsets import OffsetStorage
+    from metamq.zk.partitions import TopicPartition
 
 
 class Consumer(OpenedLater, ConsumerApi[T]):

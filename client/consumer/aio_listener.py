@@ -7,18 +7,20 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.admin.aio_admin import Admin
 from metamq.client.checks import check_listener, check_whole
-from metamq.client.consumer.receivers import TaskReceiver
-from metamq.client.fetch.inbox import InFlightBatch
 from metamq.client.model import Message, message_of
 from metamq.client.net.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
 from metamq.client.producer.aio_producer import BaseProducer
 from metamq.errors import DecodeError, TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.words import count
+
+if TYPE_CHECKING:
+    from metamq.client.consumer.receivers import TaskReceiver
+    from metamq.client.fetch.inbox import InFlightBatch
 
 log = logging.getLogger("metamq.client")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator,
 from concurrent.futures import Future
 from itertools import chain
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from metamq.client.background import background
 from metamq.client.checks import check_callables, check_seconds, check_whole, not_picklable, partition_of
@@ -19,17 +19,19 @@ from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer.listener import DeadLetters, Listener, ListenerPool
 from metamq.client.consumer.receivers import ThreadReceiver
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
-from metamq.client.fetch.inbox import InFlightBatch
-from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message, message_of
 from metamq.client.net.retrying import RetryPolicy
 from metamq.client.offsets.dbapi import NOT_GIVEN, DatabaseConnection, at_once, blocking_database_of
-from metamq.client.offsets.offsets import OffsetStorage
 from metamq.client.one_loop import OneLoop
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 from metamq.errors import ClosedError, ConfigError, ForkedError
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.fetch.inbox import InFlightBatch
+    from metamq.client.fetch.message_batch import MessageBatch
+    from metamq.client.offsets.offsets import OffsetStorage
+    from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 from metamq.client.checks import partition_of, wrong_type
-from metamq.client.consumer.consumer_core import ConsumerCore
-from metamq.client.consumer.health import ConsumerHealth
 from metamq.client.fetch.commit_in import Position, commit_in, offset_write
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message
-from metamq.client.offsets.dbapi import Database
-from metamq.client.offsets.offsets import CommitRequest
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, OwnershipLost
 from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.consumer.consumer_core import ConsumerCore
+    from metamq.client.consumer.health import ConsumerHealth
+    from metamq.client.offsets.dbapi import Database
+    from metamq.client.offsets.offsets import CommitRequest
 
 __all__ = ["ConsumerApi", "Position", "offsets_of", "partitions_of"]
 

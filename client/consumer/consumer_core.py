@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.consumer.health import ConsumerHealth, health_of
 from metamq.client.consumer.loop_end import LoopEnd
@@ -43,12 +43,14 @@ from metamq.errors import (
     closed_client,
 )
 from metamq.wire.batch import walk
-from metamq.wire.commands import GetResult
 from metamq.words import count
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session.lease import Lease
-from metamq.zk.session.session import Session
+
+if TYPE_CHECKING:
+    from metamq.wire.commands import GetResult
+    from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.client")
 

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from metamq.client.checks import awaitable_listener, check_plain_listener, check_whole
-from metamq.client.consumer.receivers import ThreadReceiver
-from metamq.client.fetch.inbox import InFlightBatch
 from metamq.client.model import Message, message_of
 from metamq.client.net.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
 from metamq.errors import DecodeError, TopicExists
@@ -24,6 +22,8 @@ from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.words import count
 
 if TYPE_CHECKING:
+    from metamq.client.consumer.receivers import ThreadReceiver
+    from metamq.client.fetch.inbox import InFlightBatch
     from metamq.client.producer.producer import BaseProducer
 
 log = logging.getLogger("metamq.client")

@@ -19,18 +19,20 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.client.fetch.inbox import Inbox, PartitionState
-from metamq.client.fetch.start_offsets import OffsetFinder
 from metamq.client.group.assignment import Assignment, Obstacle
 from metamq.client.net import outages
-from metamq.client.net.outages import Outages
 from metamq.errors import ConnectError, MetamqError, Timeout
 from metamq.words import count
 from metamq.zk.names import parse_partition
-from metamq.zk.partitions import TopicPartition
-from metamq.zk.session.lease import Lease
+
+if TYPE_CHECKING:
+    from metamq.client.fetch.inbox import Inbox, PartitionState
+    from metamq.client.fetch.start_offsets import OffsetFinder
+    from metamq.client.net.outages import Outages
+    from metamq.zk.partitions import TopicPartition
+    from metamq.zk.session.lease import Lease
 
 log = logging.getLogger("metamq.client")
 

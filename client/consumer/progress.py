@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from itertools import count
+from typing import TYPE_CHECKING
 
-from metamq.client.consumer.loop_end import LoopEnd
-from metamq.client.fetch.inbox import Inbox
-from metamq.client.group.assignment import Assignment
-from metamq.client.net.outages import Outages
-from metamq.zk.partitions import TopicPartition
+if TYPE_CHECKING:
+    from metamq.client.consumer.loop_end import LoopEnd
+    from metamq.client.fetch.inbox import Inbox
+    from metamq.client.group.assignment import Assignment
+    from metamq.client.net.outages import Outages
+    from metamq.zk.partitions import TopicPartition
 
 PROGRESS_CHECK_S = 1.0
 CHECKS_A_PUBLICATION = 5

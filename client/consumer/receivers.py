@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import threading
 import time
+from typing import TYPE_CHECKING
 
-from metamq.client.background import BackgroundLoop
-from metamq.client.consumer.consumer_core import ConsumerCore
 from metamq.client.consumer.loop_end import LoopEnd, LoopStep
-from metamq.client.fetch.inbox import InFlightBatch
+
+if TYPE_CHECKING:
+    from metamq.client.background import BackgroundLoop
+    from metamq.client.consumer.consumer_core import ConsumerCore
+    from metamq.client.fetch.inbox import InFlightBatch
 
 
 class _Wait:

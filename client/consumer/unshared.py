@@ -12,14 +12,17 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from metamq.client.group.assignment import AssignedPartition, AssignmentHandler, Obstacle
 from metamq.client.net import outages
-from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.missing_topics import MissingTopics
 from metamq.client.offsets.offsets import CommitRequest, CommittedOffset, OffsetStorage, Ownership
 from metamq.errors import ConnectError, MetamqError, Timeout, TopicNotFound
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient
+    from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")
 

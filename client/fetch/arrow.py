@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from metamq.errors import CorruptData
 from metamq.wire import columns
-from metamq.wire.batch import BatchHeader
-from metamq.wire.columns import BinaryColumn, Columns
+
+if TYPE_CHECKING:
+    from metamq.wire.batch import BatchHeader
+    from metamq.wire.columns import BinaryColumn, Columns
 
 HEADERS_TYPE = pa.map_(pa.string(), pa.binary())
 SCHEMA = pa.schema(

@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from metamq.client.net.cluster import ClusterClient
 from metamq.client.producer.outgoing import OutgoingBatch
 from metamq.client.producer.sender import Sender
 from metamq.errors import MetamqError, closed_client
-from metamq.wire.columns import ReadyColumns
-from metamq.wire.compression import Codec
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient
+    from metamq.wire.columns import ReadyColumns
+    from metamq.wire.compression import Codec
 
 BUFFER_BYTES = 32 * 1024 * 1024
 

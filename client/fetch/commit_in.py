@@ -26,16 +26,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from metamq.client.fetch.inbox import PartitionState
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message
-from metamq.client.offsets.dbapi import Database
 from metamq.client.offsets.offsets import CommitRequest, CommittedOffset, Ownership
-from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import OwnershipLost
 from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.fetch.inbox import PartitionState
+    from metamq.client.offsets.dbapi import Database
+    from metamq.client.offsets.offsets_database import DatabaseOffsets
 
 Position = Message[Any] | MessageBatch[Any] | Mapping[TopicPartition, int] | None
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from metamq.client.fetch.consumer_options import ConsumerPlan
-from metamq.client.fetch.inbox import Inbox
 from metamq.client.group.assignment import Assignment, not_assigned
 from metamq.client.offsets.offsets import CommitRequest
 from metamq.errors import ConfigError, MetamqError, OwnershipLost
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.fetch.consumer_options import ConsumerPlan
+    from metamq.client.fetch.inbox import Inbox
+    from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")
 

@@ -8,14 +8,16 @@ import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from metamq.client.checks import check_ranges, is_whole, wrong_type
 from metamq.client.group.strategies import check_strategy
-from metamq.client.offsets.offsets import OffsetStorage
 from metamq.errors import ConfigError
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
 from metamq.zk.names import check_consumer, check_group, check_topic
+
+if TYPE_CHECKING:
+    from metamq.client.offsets.offsets import OffsetStorage
 
 Start = Literal["earliest", "latest"] | datetime
 DataLoss = Literal["earliest", "latest", "fail"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from metamq.client.net import paged_requests
-from metamq.client.net.cluster import ClusterClient, Source
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import MetamqError
 from metamq.wire.commands import LATEST, OffsetsEntry
-from metamq.zk.cluster.brokers import BrokerAddress
 from metamq.zk.names import parse_partition
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient, Source
+    from metamq.zk.cluster.brokers import BrokerAddress
+    from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")
 

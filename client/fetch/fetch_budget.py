@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from metamq.client.fetch.consumer_options import ConsumerOptions
+from typing import TYPE_CHECKING
+
 from metamq.client.fetch.fetch_runner import FetchLimits
-from metamq.client.fetch.inbox import Inbox, PartitionState
+
+if TYPE_CHECKING:
+    from metamq.client.fetch.consumer_options import ConsumerOptions
+    from metamq.client.fetch.inbox import Inbox, PartitionState
 
 
 class FetchBudget:

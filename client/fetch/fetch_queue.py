@@ -12,10 +12,13 @@ import random
 import sys
 from collections.abc import Callable
 from itertools import count
+from typing import TYPE_CHECKING
 
-from metamq.client.net.cluster import Source
 from metamq.errors import CorruptData, MetamqError
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import Source
+    from metamq.zk.partitions import TopicPartition
 
 DELAY_FIRST_S = 0.05
 DELAY_MAX_S = 5.0

@@ -21,16 +21,18 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from metamq.client.fetch.fetch_queue import FetchRequest, FetchRequestQueue
-from metamq.client.net.cluster import ClusterClient, Source
-from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, MetamqError
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
-from metamq.wire.connection import Response
 from metamq.wire.limits import ENTRIES_TARGET
+
+if TYPE_CHECKING:
+    from metamq.client.fetch.fetch_queue import FetchRequest, FetchRequestQueue
+    from metamq.client.net.cluster import ClusterClient, Source
+    from metamq.client.net.transport import BrokerConnection
+    from metamq.wire.connection import Response
 
 log = logging.getLogger("metamq.client")
 

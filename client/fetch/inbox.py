@@ -32,13 +32,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.fetch.joined_batch import JoinedBatch, joinable
 from metamq.client.fetch.message_batch import SLICE_MESSAGES, VALUES_AT, MessageBatch
 from metamq.errors import DecodeError, MetamqError
-from metamq.zk.groups.ownership import Ownership
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.zk.groups.ownership import Ownership
+    from metamq.zk.partitions import TopicPartition
 
 
 class PartitionState:

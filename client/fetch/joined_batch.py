@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.fetch.message_batch import MessageBatch
-from metamq.client.model import Message
 from metamq.client.typevars import T
+
+if TYPE_CHECKING:
+    from metamq.client.model import Message
 
 
 def joinable(batches: Iterable[MessageBatch[T]], max_messages: int) -> list[MessageBatch[T]]:

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, repeat
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from metamq.client.model import Message, TopicPartition, message_of
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, CorruptData, DecodeError, UndecodableBatch
 from metamq.wire import columns
-from metamq.wire.batch import BatchHeader
-from metamq.wire.columns import Columns
+
+if TYPE_CHECKING:
+    from metamq.wire.batch import BatchHeader
+    from metamq.wire.columns import Columns
 
 _NO_HEADERS: Mapping[str, bytes] = {}
 

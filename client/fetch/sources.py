@@ -18,13 +18,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from metamq.client.fetch.fetch_queue import FetchRequest
-from metamq.client.fetch.fetch_runner import FetchRunner
 from metamq.client.net.cluster import MASTER, RETRY_S, ClusterClient, Source
 from metamq.errors import ConnectError, MetamqError
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.fetch.fetch_queue import FetchRequest
+    from metamq.client.fetch.fetch_runner import FetchRunner
+    from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")
 

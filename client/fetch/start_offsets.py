@@ -11,10 +11,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.client.fetch.consumer_options import Start
-from metamq.client.group.assignment import AssignedPartition
 from metamq.client.net.cluster import MASTER, ClusterClient
 from metamq.client.net.paged_requests import ask_offsets
 from metamq.client.producer.producer_api import requested_time_us
@@ -22,7 +20,11 @@ from metamq.errors import ConnectError, MetamqError, OffsetOutOfRange
 from metamq.wire import status
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult
 from metamq.zk.names import parse_partition
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.fetch.consumer_options import Start
+    from metamq.client.group.assignment import AssignedPartition
+    from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")
 

@@ -31,10 +31,10 @@ from metamq.client.offsets.offsets import CommitRequest, OffsetStorage, Ownershi
 from metamq.errors import CorruptData, MetamqError, OwnershipLost
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.groups import ownership
-from metamq.zk.groups.plans import Plan
 from metamq.zk.partitions import TopicPartition, partition_order
 
 if TYPE_CHECKING:
+    from metamq.zk.groups.plans import Plan
     from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.client")

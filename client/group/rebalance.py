@@ -36,19 +36,19 @@ from metamq.client.group.strategies import check_strategy
 from metamq.client.net import outages
 from metamq.client.net.missing_topics import MissingTopics
 from metamq.client.net.peers import EXPIRY_MARGIN_MS, Peers
-from metamq.client.offsets.offsets import CommitRequest, OffsetStorage
 from metamq.errors import ClosedError, ConfigError, MetamqError, Timeout
 from metamq.words import count
 from metamq.zk.cluster.topics import TopicStore
 from metamq.zk.errors import NoNode
 from metamq.zk.groups import members
 from metamq.zk.groups.members import Member
-from metamq.zk.groups.plans import Plan
 from metamq.zk.names import check_consumer, check_group
-from metamq.zk.partitions import TopicPartition
 from metamq.zk.session.session import SessionState
 
 if TYPE_CHECKING:
+    from metamq.client.offsets.offsets import CommitRequest, OffsetStorage
+    from metamq.zk.groups.plans import Plan
+    from metamq.zk.partitions import TopicPartition
     from metamq.zk.session.lease import Lease
     from metamq.zk.session.session import Session
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.group import strategies
 from metamq.words import count
-from metamq.zk.cluster.topics import TopicConfig
-from metamq.zk.groups.members import Member
 from metamq.zk.groups.plans import Plan, PlanInputs, TopicInput
 from metamq.zk.partitions import TopicPartition, partition_order
+
+if TYPE_CHECKING:
+    from metamq.zk.cluster.topics import TopicConfig
+    from metamq.zk.groups.members import Member
 
 
 class Phase(enum.Enum):

@@ -10,7 +10,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.net.transport import (
     CONNECT_TIMEOUT_S,
@@ -29,7 +29,9 @@ from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout, Uns
 from metamq.wire.addresses import are_near
 from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.connection import ClientConnection, Response
-from metamq.wire.frames import Buffer
+
+if TYPE_CHECKING:
+    from metamq.wire.frames import Buffer
 
 SOON_S = 0.001
 """The shortest wait in seconds; 0 would mean not to wait at all."""

@@ -18,9 +18,8 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.client.net.cluster import ClusterClient
 from metamq.errors import (
     BranchMisuse,
     BranchNotKnown,
@@ -33,9 +32,12 @@ from metamq.errors import (
 )
 from metamq.wire import status
 from metamq.wire.commands import Command, PutEntry
-from metamq.wire.frames import Buffer
 from metamq.wire.tx_commands import Branches, BranchesReply, BranchInfo, Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient
+    from metamq.wire.frames import Buffer
 
 ANSWER_S = 10.0
 RETRY_S = 0.1

@@ -13,7 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.net.transport import BrokerConnection, Connections
 from metamq.errors import ConnectError, MetamqError
@@ -21,7 +21,9 @@ from metamq.zk.cluster.brokers import BrokerAddress, live_brokers
 from metamq.zk.cluster.offers import slaves_offering
 from metamq.zk.cluster.replicas import live_slaves
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
-from metamq.zk.session.session import Session
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.client")
 

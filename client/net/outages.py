@@ -10,12 +10,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.errors import ConnectError, MetamqError, TopicNotFound
 from metamq.words import count
 from metamq.zk.names import parse_partition
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")
 

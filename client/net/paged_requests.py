@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from metamq.client.net.transport import BrokerConnection
 from metamq.errors import MetamqError
 from metamq.wire.commands import EARLIEST, LATEST, Command, OffsetsEntry, OffsetsResult, Stats, unpack, unpack_list
 from metamq.wire.limits import ENTRIES_TARGET
+
+if TYPE_CHECKING:
+    from metamq.client.net.transport import BrokerConnection
 
 REQUEST_TIMEOUT_S = 10.0
 TIMES_TARGET = 32

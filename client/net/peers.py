@@ -16,10 +16,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from metamq.zk.groups.members import Member
-from metamq.zk.groups.plans import Plan
-
 if TYPE_CHECKING:
+    from metamq.zk.groups.members import Member
+    from metamq.zk.groups.plans import Plan
     from metamq.zk.session.session import Session
 
 EXPIRY_MARGIN_MS = 2_000

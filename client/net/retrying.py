@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.checks import check_seconds, check_whole
-from metamq.client.model import Message
 from metamq.errors import ConfigError
 from metamq.zk.names import DEAD_LETTER_SUFFIX
+
+if TYPE_CHECKING:
+    from metamq.client.model import Message
 
 RETRY_DELAY_MAX_S = 30.0
 ROLLBACK_DELAY_S = 0.1

@@ -13,7 +13,7 @@ import platform
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import metamq
 from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
@@ -21,8 +21,10 @@ from metamq.wire import status
 from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import Command, HelloReply
 from metamq.wire.connection import PUSHED, ClientConnection, Response
-from metamq.wire.frames import Buffer
-from metamq.zk.cluster.brokers import BrokerAddress
+
+if TYPE_CHECKING:
+    from metamq.wire.frames import Buffer
+    from metamq.zk.cluster.brokers import BrokerAddress
 
 log = logging.getLogger("metamq.client")
 

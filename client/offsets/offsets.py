@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Protocol
 from metamq.errors import MetamqError
 from metamq.zk.groups import ownership
 from metamq.zk.groups.ownership import CommittedOffset, Ownership
-from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
+    from metamq.zk.partitions import TopicPartition
     from metamq.zk.session.session import Session
 
 __all__ = [

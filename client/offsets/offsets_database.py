@@ -18,14 +18,16 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from metamq.client.checks import check_callables
 from metamq.client.offsets.dbapi import AnyConnection, Database, at_once, check_paramstyle, check_table, database_of
-from metamq.client.offsets.offsets import ClaimOutcome, CommitOutcome, CommitRequest
 from metamq.errors import MetamqError, OwnershipLost
 from metamq.zk.groups.ownership import CommittedOffset, Ownership
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.offsets.offsets import ClaimOutcome, CommitOutcome, CommitRequest
+    from metamq.zk.partitions import TopicPartition
 
 R = TypeVar("R")
 

@@ -15,14 +15,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from metamq.client.checks import wrong_type
-from metamq.client.offsets.offsets import ClaimOutcome, CommitOutcome, CommitRequest
 from metamq.errors import ClosedError, ConfigError, CorruptData, StorageError
 from metamq.private_files import make_folder, opener
 from metamq.zk.groups.ownership import CommittedOffset, Ownership
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.offsets.offsets import ClaimOutcome, CommitOutcome, CommitRequest
+    from metamq.zk.partitions import TopicPartition
 
 
 class FileOffsets:

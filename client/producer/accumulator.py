@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from threading import get_ident
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from metamq.client.producer.outgoing import (
     MESSAGE_OVERHEAD_BYTES,
@@ -44,7 +44,6 @@ from metamq.client.producer.outgoing import (
     OutgoingBatch,
     QuickBatch,
 )
-from metamq.client.producer.partitioner import Partitioner
 from metamq.client.producer.topic_buffer import (
     Headers,
     TopicBuffer,
@@ -57,17 +56,18 @@ from metamq.client.producer.topic_buffer import (
     too_large,
 )
 from metamq.errors import BufferFull, ConfigError, MetamqError, closed_client
-from metamq.zk.cluster.topics import TopicConfig
 from metamq.zk.names import check_topic
+
+if TYPE_CHECKING:
+    from metamq.client.producer.partitioner import Partitioner
+    from metamq.zk.cluster.topics import TopicConfig
 
 Keys = Sequence[bytes | None]
 D = TypeVar("D", Delivery, ManyDelivery)
-
 log = logging.getLogger("metamq.client")
 
 TIMESTAMP_US_MAX = (1 << 63) - 1
 QUICK = getattr(sys, "_is_gil_enabled", lambda: True)()
-
 new_object = object.__new__
 
 

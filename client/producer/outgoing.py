@@ -12,15 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from metamq.client.checks import check_timeout
 from metamq.client.model import Receipt, ReceiptRange
 from metamq.errors import ConfigError, MetamqError, Timeout
 from metamq.wire import columns
-from metamq.wire.columns import Headers
-from metamq.wire.compression import Codec
 from metamq.zk.names import partition_name
+
+if TYPE_CHECKING:
+    from metamq.wire.columns import Headers
+    from metamq.wire.compression import Codec
 
 R = TypeVar("R")
 

@@ -36,10 +36,12 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from itertools import chain, takewhile
+from typing import TYPE_CHECKING
 
-from metamq.client.producer.outgoing import OutgoingBatch
-from metamq.errors import MetamqError
-from metamq.wire.compression import Codec
+if TYPE_CHECKING:
+    from metamq.client.producer.outgoing import OutgoingBatch
+    from metamq.errors import MetamqError
+    from metamq.wire.compression import Codec
 
 INFLIGHT_BATCHES = 5
 SEQUENCES_MAX = 1 << 31

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from metamq.client.checks import check_ranges
 from metamq.client.forks import register_for_forks
@@ -32,7 +33,9 @@ from metamq.errors import (
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.words import count
-from metamq.zk.session.session import Session
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.client")
 

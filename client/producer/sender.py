@@ -27,12 +27,10 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Set
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.net.cluster import ClusterClient, Source
-from metamq.client.net.transport import BrokerConnection
 from metamq.client.producer.accumulator import Busy
-from metamq.client.producer.outgoing import OutgoingBatch
 from metamq.client.producer.partition_queue import PartitionQueue
 from metamq.errors import (
     ClosedError,
@@ -46,11 +44,15 @@ from metamq.errors import (
 )
 from metamq.wire import status
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
-from metamq.wire.compression import Codec
-from metamq.wire.connection import Response
 from metamq.wire.limits import ENTRIES_TARGET
 from metamq.words import count
-from metamq.zk.cluster.topics import TopicConfig
+
+if TYPE_CHECKING:
+    from metamq.client.net.transport import BrokerConnection
+    from metamq.client.producer.outgoing import OutgoingBatch
+    from metamq.wire.compression import Codec
+    from metamq.wire.connection import Response
+    from metamq.zk.cluster.topics import TopicConfig
 
 log = logging.getLogger("metamq.client")
 

@@ -10,14 +10,17 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, repeat
+from typing import TYPE_CHECKING
 
 from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch, QuickBatch
-from metamq.client.producer.partitioner import Partitioner
 from metamq.errors import ConfigError, MessageTooLarge, MetamqError, PartitionNotFound
 from metamq.wire.limits import BATCH_COUNT_MAX, MESSAGE_BYTES_MAX
 from metamq.words import count
-from metamq.zk.cluster.topics import TopicConfig
 from metamq.zk.names import parse_partition
+
+if TYPE_CHECKING:
+    from metamq.client.producer.partitioner import Partitioner
+    from metamq.zk.cluster.topics import TopicConfig
 
 Headers = Mapping[str, bytes]
 

@@ -11,7 +11,7 @@ import concurrent.futures
 import re
 from collections.abc import Collection, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from metamq.client.admin.admin_brokers import Found, ask_offsets, ask_slaves
 from metamq.client.admin.admin_groups import check_empty
@@ -19,13 +19,15 @@ from metamq.client.background import background
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ConnectError, PartitionNotFound, TopicNotFound
-from metamq.spark_consumers.driver.stream_offsets import Places, StreamPlace
-from metamq.spark_consumers.source.options import Subscription
 from metamq.spark_consumers.source.replicas import ReplicaAddress, replicas_of
-from metamq.wire.commands import OffsetsResult
 from metamq.zk.groups.ownership import CommittedOffset, reset_offset
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.spark_consumers.driver.stream_offsets import Places, StreamPlace
+    from metamq.spark_consumers.source.options import Subscription
+    from metamq.wire.commands import OffsetsResult
 
 T = TypeVar("T")
 

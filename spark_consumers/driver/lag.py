@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from metamq.errors import CorruptData
 from metamq.spark_consumers.driver.stream_offsets import from_json
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.zk.partitions import TopicPartition
 
 
 @dataclass(frozen=True, slots=True)

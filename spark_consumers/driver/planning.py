@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_brokers import Found
 from metamq.errors import MetamqError, TopicNotFound
-from metamq.spark_consumers.driver.cluster_view import ClusterView, Topics
 from metamq.spark_consumers.driver.resolving import (
     check_direction,
     ending_offset,
@@ -21,12 +20,16 @@ from metamq.spark_consumers.driver.resolving import (
     slave_check_for,
     starting_offset,
 )
-from metamq.spark_consumers.source.boundaries import Boundary
 from metamq.spark_consumers.source.fetch import FetchTask
-from metamq.spark_consumers.source.options import SourceOptions
 from metamq.spark_consumers.source.ranges import OffsetRange, split
 from metamq.wire.commands import OffsetsResult
 from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_brokers import Found
+    from metamq.spark_consumers.driver.cluster_view import ClusterView, Topics
+    from metamq.spark_consumers.source.boundaries import Boundary
+    from metamq.spark_consumers.source.options import SourceOptions
 
 log = logging.getLogger("metamq.spark")
 

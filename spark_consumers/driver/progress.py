@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_brokers import Found
 from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange, PartitionNotFound, TopicNotFound
 from metamq.spark_consumers.driver.admission import admit, is_enough
 from metamq.spark_consumers.driver.stream_offsets import Places, StreamOffset, StreamPlace
 from metamq.wire.commands import OffsetsResult
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_brokers import Found
+    from metamq.zk.partitions import TopicPartition
 
 
 @dataclass(frozen=True, slots=True)

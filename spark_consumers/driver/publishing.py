@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from metamq.errors import MetamqError
-from metamq.spark_consumers.driver.stream_offsets import Places, StreamPlace
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.spark_consumers.driver.stream_offsets import Places, StreamPlace
+    from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.spark")
 

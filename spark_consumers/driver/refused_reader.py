@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 
-from metamq.errors import MetamqError
+if TYPE_CHECKING:
+    from metamq.errors import MetamqError
 
 
 class RefusedReader(DataSourceStreamReader):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from metamq.errors import ConfigError, OffsetOutOfRange
-from metamq.spark_consumers.source.boundaries import Boundary
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsResult
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.spark_consumers.source.boundaries import Boundary
+    from metamq.zk.partitions import TopicPartition
 
 
 def question(boundary: Boundary, wanted: int) -> int:

@@ -14,9 +14,8 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from metamq.client.admin.admin_brokers import Found
 from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange
 from metamq.spark_consumers.driver import planning, progress
 from metamq.spark_consumers.driver.cluster_view import ClusterView, Topics
@@ -31,11 +30,14 @@ from metamq.spark_consumers.driver.stream_offsets import (
     to_json,
 )
 from metamq.spark_consumers.driver.unanswered import Unanswered
-from metamq.spark_consumers.source.fetch import FetchTask
-from metamq.spark_consumers.source.options import SourceOptions
 from metamq.spark_consumers.source.ranges import OffsetRange
 from metamq.wire.commands import LATEST, OffsetsResult
 from metamq.zk.partitions import TopicPartition, partition_order
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_brokers import Found
+    from metamq.spark_consumers.source.fetch import FetchTask
+    from metamq.spark_consumers.source.options import SourceOptions
 
 log = logging.getLogger("metamq.spark")
 

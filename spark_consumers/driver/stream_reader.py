@@ -15,11 +15,12 @@ from pyspark.sql.streaming.datasource import (
 
 from metamq.spark_consumers.driver.stream_offsets import START
 from metamq.spark_consumers.driver.stream_planner import StreamPlanner
-from metamq.spark_consumers.source.options import SourceOptions
 from metamq.spark_consumers.source.partitions import RangePartition, read_partition
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
+
+    from metamq.spark_consumers.source.options import SourceOptions
 
 OURS = ReadMaxRows(2**63 - 1)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_brokers import Found
 from metamq.errors import OffsetDiverged, TopicNotFound
 from metamq.wire.commands import OffsetsResult
 from metamq.words import count
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_brokers import Found
+    from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.spark")
 

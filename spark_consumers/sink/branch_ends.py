@@ -11,13 +11,15 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from metamq.client.net.branches import Branch, TxClient, new_session
-from metamq.client.net.cluster import ClusterClient
 from metamq.errors import BranchNotKnown, ConnectError, HeuristicOutcome, MetamqError, OutcomeUnknown
 from metamq.spark_consumers.sink.decisions import BranchName, Ends
 from metamq.wire.xa import Verb, XACode, Xid
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient
 
 log = logging.getLogger("metamq.spark")
 

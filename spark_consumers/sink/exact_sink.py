@@ -29,10 +29,11 @@ from metamq.spark_consumers.sink.decision_store import SinkOwner
 from metamq.spark_consumers.sink.decisions import BranchName, new_attempt, new_job
 from metamq.spark_consumers.sink.sink import StreamArrowWriter
 from metamq.spark_consumers.sink.sink_client import sink_client
-from metamq.spark_consumers.sink.sink_options import SinkOptions
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from metamq.spark_consumers.sink.sink_options import SinkOptions
 
 QUERY_PROPERTY = "sql.streaming.queryId"
 BATCH_PROPERTY = "streaming.sql.batchId"

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 from metamq.errors import MetamqError
 from metamq.spark_consumers.sink.branch_ends import ROLL_BACK_S, BranchEnds, CommitLost
-from metamq.spark_consumers.sink.decision_store import DecisionStore
 from metamq.spark_consumers.sink.decisions import Decision, ends_of_jobs
+
+if TYPE_CHECKING:
+    from metamq.spark_consumers.sink.decision_store import DecisionStore
 
 log = logging.getLogger("metamq.spark")
 

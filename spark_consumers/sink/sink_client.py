@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from metamq.client.background import background
 from metamq.client.fetch.columnar import ColumnarSender, Shipment
@@ -20,12 +20,14 @@ from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ConnectError
 from metamq.spark_consumers.sink.branch_ends import BranchEnds
 from metamq.spark_consumers.sink.committing import Committer
-from metamq.spark_consumers.sink.decision_store import SinkOwner
-from metamq.spark_consumers.sink.decisions import BranchName
-from metamq.spark_consumers.sink.sink_options import SinkOptions
 from metamq.spark_consumers.sink.task_branches import TaskBranches
-from metamq.wire.compression import Codec
-from metamq.zk.cluster.topics import TopicConfig
+
+if TYPE_CHECKING:
+    from metamq.spark_consumers.sink.decision_store import SinkOwner
+    from metamq.spark_consumers.sink.decisions import BranchName
+    from metamq.spark_consumers.sink.sink_options import SinkOptions
+    from metamq.wire.compression import Codec
+    from metamq.zk.cluster.topics import TopicConfig
 
 T = TypeVar("T")
 

@@ -12,19 +12,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.net.branches import Encoded
-from metamq.client.net.cluster import ClusterClient
 from metamq.errors import ConfigError, MetamqError, TryLater
-from metamq.spark_consumers.sink.batching import TargetBatch
-from metamq.spark_consumers.sink.decisions import BranchName
 from metamq.tx.app.work import GlobalTransaction
 from metamq.wire.commands import PutEntry
-from metamq.wire.compression import Codec
 from metamq.wire.limits import ENTRIES_TARGET
 from metamq.wire.xa import Verb, XACode, Xid
-from metamq.zk.cluster.topics import TopicConfig
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient
+    from metamq.spark_consumers.sink.batching import TargetBatch
+    from metamq.spark_consumers.sink.decisions import BranchName
+    from metamq.wire.compression import Codec
+    from metamq.zk.cluster.topics import TopicConfig
 
 OWN_MAX = 5_000
 """Own branches at a broker, half of its limit, from which on a write does not wait for others to end."""

@@ -7,7 +7,7 @@ Arrow batch costs Spark as much as some hundred rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,10 +15,12 @@ import pyarrow.compute as pc
 from metamq.client.fetch.arrow import column
 from metamq.errors import CorruptData, UndecodableBatch
 from metamq.spark_consumers.source.columns import CREATE_TIME
-from metamq.spark_consumers.source.ranges import OffsetRange
 from metamq.wire import columns
 from metamq.wire.batch import BatchHeader
 from metamq.wire.columns import Columns
+
+if TYPE_CHECKING:
+    from metamq.spark_consumers.source.ranges import OffsetRange
 
 ENOUGH_MESSAGES = 1000
 ENOUGH_BYTES = 1024 * 1024

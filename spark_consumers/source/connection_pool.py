@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import reprlib
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.client.net.transport import KEPT_BYTES, another_answered
@@ -18,7 +18,9 @@ from metamq.wire import status
 from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, OffsetsEntry, unpack_list
 from metamq.zk.names import parse_partition
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.zk.partitions import TopicPartition
 
 ANSWER_LATE_S = 10.0
 IDLE_MAX = 16

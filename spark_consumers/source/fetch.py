@@ -18,7 +18,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.background import background
 from metamq.client.fetch.damage import report_of
@@ -36,12 +36,14 @@ from metamq.errors import (
 )
 from metamq.spark_consumers.source.connection_pool import ConnectionKey, PooledConnection, ReadPosition, connection_pool
 from metamq.spark_consumers.source.files import NOT_FOR_US, FileReader, NotItsFile, warn_once
-from metamq.spark_consumers.source.ranges import OffsetRange
 from metamq.spark_consumers.source.replicas import ReplicaAddress, find_replicas, find_topic_id
 from metamq.wire.batch import BatchHeader, walk
 from metamq.wire.commands import FilePlace, GetResult, unpack
 from metamq.wire.limits import BATCH_TARGET_BYTES
 from metamq.zk.names import parse_partition
+
+if TYPE_CHECKING:
+    from metamq.spark_consumers.source.ranges import OffsetRange
 
 log = logging.getLogger("metamq.spark")
 

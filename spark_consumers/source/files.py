@@ -15,11 +15,14 @@ import errno
 import logging
 import os
 import stat
+from typing import TYPE_CHECKING
 
 from metamq.wire.batch import HEADER_BYTES, bytes_to_read, read_header
-from metamq.wire.buffer_pool import BufferPool
-from metamq.wire.commands import FilePlace
 from metamq.wire.limits import BATCH_BYTES_MAX
+
+if TYPE_CHECKING:
+    from metamq.wire.buffer_pool import BufferPool
+    from metamq.wire.commands import FilePlace
 
 NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.ESTALE)
 """Errors of a file that do not pass: it belongs to another user, or to another container."""

@@ -10,7 +10,7 @@ import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from metamq.client.settings import unknown, zookeeper_root, zookeeper_servers
 from metamq.errors import ConfigError, MetamqError
@@ -25,7 +25,9 @@ from metamq.spark_consumers.source.boundaries import (
 )
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.zk.names import check_group, check_topic
-from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.zk.partitions import TopicPartition
 
 SUBSCRIPTIONS = ("subscribe", "subscribePattern", "assign")
 BOTH = (

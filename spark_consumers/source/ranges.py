@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.zk.partitions import TopicPartition
+if TYPE_CHECKING:
+    from metamq.zk.partitions import TopicPartition
 
 
 class OffsetRange(NamedTuple):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.net.cluster import MASTER
 from metamq.client.net.first_contact import open_session
 from metamq.errors import TopicNotFound
 from metamq.zk.cluster.brokers import live_brokers
 from metamq.zk.cluster.offers import slaves_offering
-from metamq.zk.cluster.registrations import BrokerAddress
 from metamq.zk.cluster.replicas import live_slaves
 from metamq.zk.cluster.topics import TopicStore
+
+if TYPE_CHECKING:
+    from metamq.zk.cluster.registrations import BrokerAddress
 
 
 class ReplicaAddress(NamedTuple):

@@ -7,16 +7,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.producer import aio_producer
-from metamq.client.producer.outgoing import Delivery, ManyDelivery
 from metamq.client.producer.producer import FLUSH_TIMEOUT_S
-from metamq.client.producer.producer_api import Key
 from metamq.client.typevars import T
 from metamq.tx.app.transactional import EnterOnce, TransactionalProducer, current_task
 from metamq.tx.app.transactions import OpenTransaction, RecoveredXid, misuse, warn_of_unreached
 from metamq.wire.xa import Verb, Xid
+
+if TYPE_CHECKING:
+    from metamq.client.producer.outgoing import Delivery, ManyDelivery
+    from metamq.client.producer.producer_api import Key
 
 log = logging.getLogger("metamq.tx")
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 from types import TracebackType
-from typing import Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
-from metamq.client.net.branches import BranchDescription
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.tx.app.resource import TM, Vote, XACore, XAOptions
-from metamq.tx.app.xa_resource import XASettings
-from metamq.wire.xa import Xid
+
+if TYPE_CHECKING:
+    from metamq.client.net.branches import BranchDescription
+    from metamq.tx.app.xa_resource import XASettings
+    from metamq.wire.xa import Xid
 
 
 class XAResource:

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
-from metamq.client.net.branches import Branch
-from metamq.client.net.cluster import ClusterClient
 from metamq.errors import BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack
-from metamq.tx.app.staging import Staging
 from metamq.tx.app.work import GlobalTransaction
 from metamq.wire.xa import Verb, XACode, Xid
+
+if TYPE_CHECKING:
+    from metamq.client.net.branches import Branch
+    from metamq.client.net.cluster import ClusterClient
+    from metamq.tx.app.staging import Staging
 
 log = logging.getLogger("metamq.tx")
 

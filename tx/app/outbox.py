@@ -14,15 +14,17 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metamq.client.model import Receipt, ReceiptRange
 from metamq.client.producer.outgoing import Delivery, DeliveryOwner, ManyDelivery, OutgoingBatch
-from metamq.client.producer.producer_core import ProducerOptions
 from metamq.errors import BranchMisuse, BufferFull, ConfigError, MetamqError, RolledBack
 from metamq.tx.app.staging import AnyMessage, size_of_all
-from metamq.tx.app.work import GlobalTransaction
 from metamq.wire.xa import XACode
+
+if TYPE_CHECKING:
+    from metamq.client.producer.producer_core import ProducerOptions
+    from metamq.tx.app.work import GlobalTransaction
 
 TURN_MESSAGES = 500
 """Messages that go into batches in one turn of the loop."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.net.branches import Encoded
 from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch
-from metamq.client.producer.partitioner import Partitioner
 from metamq.client.producer.topic_buffer import TopicBuffer, add_message, size_of, too_large
 from metamq.errors import ConfigError
 from metamq.wire.columns import encode
 from metamq.wire.commands import PutEntry
-from metamq.wire.compression import Codec
 from metamq.wire.limits import BATCH_COUNT_MAX, ENTRIES_TARGET
-from metamq.zk.cluster.topics import TopicConfig
 from metamq.zk.names import partition_name
+
+if TYPE_CHECKING:
+    from metamq.client.producer.partitioner import Partitioner
+    from metamq.wire.compression import Codec
+    from metamq.zk.cluster.topics import TopicConfig
 
 Place = tuple[str, str, int, int]
 """Topic, topic id, broker id, index."""

@@ -15,13 +15,12 @@ import logging
 import threading
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from metamq.client.model import time_of
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.client.producer.partitioner import partitioner_named
-from metamq.client.producer.producer_core import ProducerCore
 from metamq.errors import (
     BranchMisuse,
     BranchNotKnown,
@@ -36,6 +35,9 @@ from metamq.tx.app.outbox import Outbox
 from metamq.tx.app.staging import Routes, Staging
 from metamq.wire.compression import codec_named
 from metamq.wire.xa import Verb, XACode, Xid
+
+if TYPE_CHECKING:
+    from metamq.client.producer.producer_core import ProducerCore
 
 log = logging.getLogger("metamq.tx")
 

@@ -10,12 +10,15 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from metamq.client.net.branches import Branch, Encoded, TxClient, new_session
-from metamq.client.net.cluster import ClusterClient
 from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack, TransactionError
-from metamq.tx.app.staging import AnyMessage, Staging
 from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
+
+if TYPE_CHECKING:
+    from metamq.client.net.cluster import ClusterClient
+    from metamq.tx.app.staging import AnyMessage, Staging
 
 _DECIDING = (Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
 """Verbs that decide: without their answer the outcome of the transaction is unknown."""

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from metamq.client.checks import wrong_type
 from metamq.client.offsets.dbapi import AnyConnection, database_of
 from metamq.client.producer.aio_producer import BaseProducer
-from metamq.client.typevars import T
 from metamq.tx.database.dbtx import DatabaseBlock
 from metamq.tx.database.outcomes import DEFAULT_TABLE, OutcomeTable
+
+if TYPE_CHECKING:
+    from metamq.client.typevars import T
 
 
 class dbtx(DatabaseBlock):

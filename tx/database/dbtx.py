@@ -21,16 +21,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
 
 from metamq.client.checks import wrong_type
 from metamq.client.net.branches import ANSWER_S
 from metamq.client.offsets.dbapi import Database, DatabaseConnection, at_once, blocking_database_of
-from metamq.client.producer import aio_producer
 from metamq.client.producer.producer import BaseProducer
 from metamq.client.producer.producer_api import as_bytes, checked_headers, key_bytes, timestamp_us
-from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError
 from metamq.tx.app.staging import AnyMessage, StagedMessage, Staging
 from metamq.tx.app.transactional import TransactionalProducer
@@ -38,6 +36,10 @@ from metamq.tx.app.transactions import routes_of
 from metamq.tx.app.work import GlobalTransaction
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable, TransactionEnded
 from metamq.wire.xa import XACode
+
+if TYPE_CHECKING:
+    from metamq.client.producer import aio_producer
+    from metamq.client.typevars import T
 
 log = logging.getLogger("metamq.tx")
 

@@ -18,13 +18,11 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metamq.client.net.branches import ANSWER_S
 from metamq.client.offsets.dbapi import Database, DatabaseConnection, at_once, blocking_database_of
-from metamq.client.producer.producer import BaseProducer
 from metamq.client.producer.producer_api import as_bytes, checked_headers, key_bytes, timestamp_us
-from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
 from metamq.tx.app.outbox import Outbox
 from metamq.tx.app.staging import StagedMessage, Staging
@@ -32,6 +30,10 @@ from metamq.tx.app.transactions import routes_of
 from metamq.tx.app.work import GlobalTransaction
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
 from metamq.wire.xa import XACode
+
+if TYPE_CHECKING:
+    from metamq.client.producer.producer import BaseProducer
+    from metamq.client.typevars import T
 
 log = logging.getLogger("metamq.tx")
 

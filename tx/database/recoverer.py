@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from metamq.client.background import background
 from metamq.client.checks import wrong_type
@@ -27,10 +27,12 @@ from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.offsets.dbapi import AnyConnection, Database, at_once, check_paramstyle, database_of
 from metamq.client.settings import zookeeper_root, zookeeper_servers
-from metamq.client.typevars import T
 from metamq.errors import BranchNotKnown, MetamqError, OutcomeUnknown, TransactionError
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
 from metamq.wire.xa import Verb, Xid
+
+if TYPE_CHECKING:
+    from metamq.client.typevars import T
 
 log = logging.getLogger("metamq.tx")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.tx.store.records import BodyPlace, BranchKey
 from metamq.tx.store.table import BranchPhase
-from metamq.wire.xa import Xid
+
+if TYPE_CHECKING:
+    from metamq.wire.xa import Xid
 
 
 class Body(NamedTuple):

@@ -10,7 +10,7 @@ may begin with records of branches that are not known: these branches are finish
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.errors import CorruptData
 from metamq.tx.store.branch import Body, BranchState
@@ -34,7 +34,9 @@ from metamq.tx.store.records import (
     Waiting,
 )
 from metamq.tx.store.table import LASTING, BranchPhase
-from metamq.wire.xa import Xid
+
+if TYPE_CHECKING:
+    from metamq.wire.xa import Xid
 
 COMMITTED, ROLLED_BACK, DECIDED = 1, 2, 3
 """Values of `decision` in a Move; 0: no decision."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from metamq.tx.store.records import BranchKey, Outcome, epoch_and_time, pack_id, pack_outcome
-from metamq.wire.xa import Xid
+
+if TYPE_CHECKING:
+    from metamq.wire.xa import Xid
 
 REMEMBERED_MAX = 100_000
 REMEMBERED_US = 24 * 3600 * 1_000_000

@@ -31,9 +31,9 @@ from metamq.errors import OwnershipLost
 from metamq.zk.documents import number, read_document, skip_unreadable, text
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
 from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, Op, SetData
-from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
+    from metamq.zk.partitions import TopicPartition
     from metamq.zk.session.session import Session
 
 Watcher = Callable[[], None]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kazoo import exceptions as kazoo_errors
 
-from metamq.errors import MetamqError
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode, NotEmpty, SessionExpired, ZooKeeperError
 from metamq.zk.nodes import Check, Create, Delete, Node, Op, SetData, Stat
+
+if TYPE_CHECKING:
+    from metamq.errors import MetamqError
 
 _REFUSALS: dict[type[Exception], type[ZooKeeperError]] = {
     kazoo_errors.NoNodeError: NoNode,

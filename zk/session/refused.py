@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from metamq.zk.session.attempts import ConnectAttempts
+if TYPE_CHECKING:
+    from metamq.zk.session.attempts import ConnectAttempts
 
 REFUSED_WITHIN_S = 3.0
 """Maximum seconds until the next attempt after a server has closed the connection."""

@@ -7,15 +7,18 @@ import logging
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from metamq.broker.log.disk import epochs
 from metamq.broker.log.disk.epochs import EpochList
-from metamq.broker.log.disk.files import FileCache
 from metamq.broker.log.disk.index import SparseIndex
 from metamq.broker.log.disk.producers import ProducerStates
 from metamq.broker.log.disk.scan import checked_batches, damaged, headers
-from metamq.broker.log.disk.segments import Segment, SnapshotName
-from metamq.wire.batch import BatchHeader
+
+if TYPE_CHECKING:
+    from metamq.broker.log.disk.files import FileCache
+    from metamq.broker.log.disk.segments import Segment, SnapshotName
+    from metamq.wire.batch import BatchHeader
 
 log = logging.getLogger("metamq.broker.log")
 

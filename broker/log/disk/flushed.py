@@ -9,12 +9,14 @@ checkpoints, after a roll, and on a clean close.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from crc32c import crc32c
 
-from metamq.broker.log.disk.files import FileCache
 from metamq.errors import CorruptData
+
+if TYPE_CHECKING:
+    from metamq.broker.log.disk.files import FileCache
 
 FILE_NAME = "flushed"
 MAGIC = b"MQFL"

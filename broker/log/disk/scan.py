@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from metamq.broker.log.disk.files import FileCache
-from metamq.broker.log.disk.segments import Segment
 from metamq.errors import CorruptData
 from metamq.wire.batch import (
     HEADER_BYTES,
@@ -19,6 +18,10 @@ from metamq.wire.batch import (
     read_header,
 )
 from metamq.wire.limits import BATCH_BYTES_MAX
+
+if TYPE_CHECKING:
+    from metamq.broker.log.disk.files import FileCache
+    from metamq.broker.log.disk.segments import Segment
 
 LOCATION = struct.Struct("<I4xQ28xI")
 """Size, base offset and count of a batch: enough to find a batch, and much cheaper than the whole header."""

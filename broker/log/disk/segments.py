@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.broker.log.disk.index import SparseIndex
+if TYPE_CHECKING:
+    from metamq.broker.log.disk.index import SparseIndex
 
 _NAME = re.compile(r"(\d{20})-(\d{20})\.(log|index|producers)")
 

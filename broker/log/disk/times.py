@@ -21,14 +21,17 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator
 from itertools import accumulate
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
-from metamq.broker.log.disk.files import FileCache
-from metamq.broker.log.disk.index import SparseIndex
 from metamq.broker.log.disk.scan import checked_batches, damaged, read_at
-from metamq.broker.log.disk.segments import Segment
 from metamq.errors import CorruptData
 from metamq.wire.batch import HAS_TIMESTAMPS, BatchHeader
 from metamq.wire.columns import decode
+
+if TYPE_CHECKING:
+    from metamq.broker.log.disk.files import FileCache
+    from metamq.broker.log.disk.index import SparseIndex
+    from metamq.broker.log.disk.segments import Segment
 
 Search = Generator[None, None, tuple[int, int] | None]
 """Returns (offset, timestamp) at its end, or None if there is no such message."""
