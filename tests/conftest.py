@@ -4,6 +4,7 @@ leaves anything behind."""
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,9 @@ LEFT_OUT = {
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin of its own: a conftest is not asked about what belongs to the session."""
     config.pluginmanager.register(leftovers, "leftovers")
+    # A shell starts what it runs in the background (`./dev test &`) with Ctrl-C ignored, and children inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     zygote.install()
 
 
