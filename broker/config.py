@@ -8,6 +8,7 @@ from metamq.client.checks import check_ranges
 from metamq.errors import ConfigError
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
 from metamq.zk.cluster.epochs import CLASSES
+from metamq.zk.cluster.failover import check_mode
 
 BROKER_ID_MAX = 65_535
 REPLICA_MAX = CLASSES - 1
@@ -42,6 +43,8 @@ class BrokerConfig:
     """Writes are refused below this much free disk; reads and retention continue."""
     retention_check_s: float = 30.0
     """Seconds between two rounds of retention, checkpoints and checks of the free disk space."""
+    failover: str = ""
+    """auto or manual: the mode of this broker id if it has none yet. Later `metamq ha failover` changes it."""
     insync_lag_ms: int = 5_000
     """A slave that delays the master's acknowledgements this long leaves the in-sync set."""
     far_behind_bytes: int = 1024 * MEBIBYTE
@@ -101,5 +104,7 @@ class BrokerConfig:
         }
         real = "retention_check_s scrub_every_s drain_timeout_s idle_timeout_s unread_timeout_s"
         check_ranges("broker", self, limits, real=real)
+        if self.failover:
+            check_mode(self.failover)
         if not self.data:
             raise ConfigError("the broker's `data` folder is empty", hint="Give it with --data.")

@@ -65,6 +65,10 @@ class Promote(NamedTuple):
     """Asks a slave to become the master; with `accept_loss`, even if it is not in sync. The answer is a Promoted."""
 
     accept_loss: bool
+    cause: str = ""
+    """The reason, for the list of switches; empty: an operator's command."""
+    master_stops: bool = False
+    """True if the present master asks, since it is going to stop: it does not stay in the in-sync set."""
 
 
 class Promoted(NamedTuple):

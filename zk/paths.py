@@ -2,7 +2,7 @@
 
     /meta/cluster                                                              persistent.
     /meta/brokers/ids/<broker id>/master, slave<replica>                       ephemeral.
-    /meta/brokers/ids/<broker id>/state                                        persistent.
+    /meta/brokers/ids/<broker id>/state, failover                              persistent.
     /meta/brokers/topics-pub|topics-sub/<topic>/<broker id>-m|-s<replica>      ephemeral.
     /meta/config/topics/<topic>                                                persistent.
     /meta/consumers/<group>/ids/<consumer>                                     ephemeral.
@@ -55,6 +55,9 @@ class Paths:
 
     def broker_state(self, broker_id: int) -> str:
         return f"{self.broker(broker_id)}/state"
+
+    def failover(self, broker_id: int) -> str:
+        return f"{self.broker(broker_id)}/failover"
 
     def offered_topics(self, kind: str) -> str:
         """`kind` is the purpose of the offers: "topics-pub" for writing, "topics-sub" for reading."""

@@ -40,8 +40,8 @@ class ReplicaProcessor:
 
     def promote(self, request: Request, connection: BrokerProtocol) -> None:
         """Makes this replica the master. Answers when it is the master, or with the reason why it is not."""
-        accept_loss = unpack(Promote, request.header).accept_loss
-        promotion = asyncio.ensure_future(self._keeper.promote(accept_loss=accept_loss))
+        asked = unpack(Promote, request.header)
+        promotion = asyncio.ensure_future(self._keeper.promote(asked))
 
         def answer(task: asyncio.Task[Mastership]) -> None:
             self._promotions.discard(task)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.broker")
 
 JOIN_TIMEOUT_S = 5.0
+REFUSALS_ENOUGH = 2
 
 
 class HAClient:
@@ -54,14 +55,15 @@ class HAClient:
         known_epoch: Callable[[], int],
         begun: Callable[[int], None],
         followed: Callable[[int], None],
-        readable_changed: Callable[[], None],
+        changed: Callable[[], None],
         full: Callable[[], DiskFull | None],
         failed: Callable[[MetamqError], None],
     ) -> None:
         """`known_epoch` returns the highest epoch that this replica knows, `begun` stores a newer one.
 
         `full` returns the reason why nothing can be stored now. On a full disk there is no link: retention or an
-        operator must free space first. `followed` stores a generation when all logs have followed to it.
+        operator must free space first. `followed` stores a generation when all logs have followed to it. `changed` is
+        called when a partition becomes readable, and when the master's address refuses connections.
         """
         self.state = HAState.READY
         self.epoch = 0
@@ -75,7 +77,7 @@ class HAClient:
         self._known_epoch = known_epoch
         self._begun = begun
         self.followed = followed
-        self._readable_changed = readable_changed
+        self._noticed = changed
         self.full = full
         self._failed = failed
         self.master: BrokerAddress | None = None
@@ -84,6 +86,8 @@ class HAClient:
         """Partitions that have held all stable messages at some time on a link. They may be offered to readers."""
         self._changed = asyncio.Event()
         self.attempts = LinkAttempts()
+        self.refusals = 0
+        """Connections in a row that the master's address has refused since the last link."""
         self._link: SlaveLink | None = None
         self._log_once = LogOnce()
         self._damaged: OffsetsEntry | None = None
@@ -98,6 +102,7 @@ class HAClient:
         """Sets the master to follow, or None."""
         if master != self.master:
             self.master = master
+            self.refusals = 0
             self._changed.set()
             self.attempts.hurry()
             if self._link is not None:
@@ -120,6 +125,7 @@ class HAClient:
                 except MetamqError as never_began:
                     error = never_began
                     self.attempts.failed(error)
+                    self._count_refusal(error)
                 if isinstance(error, StorageError) and not error.retriable:
                     self._failed(error)
                     return
@@ -129,6 +135,12 @@ class HAClient:
                 await self.attempts.pause()
         finally:
             self.state = HAState.SHUTDOWN
+
+    def _count_refusal(self, error: MetamqError) -> None:
+        is_refusal = isinstance(error.__cause__, ConnectionRefusedError)
+        self.refusals = self.refusals + 1 if is_refusal else 0
+        if self.refusals == REFUSALS_ENOUGH:
+            self._noticed()
 
     async def _serve_while_it_is(self, master: BrokerAddress) -> MetamqError:
         """Runs _serve(), and ends it when the master changes, also in the middle of a handshake: a former master that
@@ -173,6 +185,7 @@ class HAClient:
             self._log_once.worked(f"linked to the master at {master.address} again")
             link.begin(frame)
             self.state = HAState.TRANSFER
+            self.refusals = 0
             self.attempts.linked()
             return await link.ended
         finally:
@@ -202,7 +215,7 @@ class HAClient:
         """Notes that a partition holds all messages that are stable at the master."""
         if partition not in self.readable:
             self.readable.add(partition)
-            self._readable_changed()
+            self._noticed()
 
     def came_damaged(self, partition: Partition, damage: CopyDamaged) -> None:
         """Notes a batch that came damaged: on the way, or in the master's log."""
@@ -214,6 +227,11 @@ class HAClient:
         entry, self._damaged = self._damaged, None
         if entry is not None:
             await report_to(master, entry)
+
+    @property
+    def is_refused(self) -> bool:
+        """True if no process listens at the master's address. One refusal may come from a restart."""
+        return self.refusals >= REFUSALS_ENOUGH
 
     @property
     def linked(self) -> bool:

@@ -17,6 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,12 @@ from metamq.broker.ha.decide_role import RoleDecision, RoleKind, decide_role
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.ha.role import BetweenRoles, MasterRole, ReplicaStatus, Role, SlaveRole, WaitingRole
 from metamq.broker.ha.service import TICK_S, HAService, HASettings
+from metamq.broker.ha.successor import Successor
 from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.log_once import LogOnce
 from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout
+from metamq.wire.commands import Promote
 from metamq.zk.cluster.brokers import (
     BrokerState,
     Mastership,
@@ -40,6 +43,7 @@ from metamq.zk.cluster.brokers import (
     read_state,
 )
 from metamq.zk.cluster.epochs import KnownState, taken_back
+from metamq.zk.cluster.failover import Switch, begin_failover, check_mode
 from metamq.zk.cluster.offers import register_slave_topics, register_topics
 from metamq.zk.cluster.replicas import Refused, Unknown, change_insync, had_slaves, register_slave, slaves_of, take_over
 from metamq.zk.session.lease import Lease
@@ -109,6 +113,7 @@ class RoleKeeper:
         self._offered: tuple[int, RoleKind, dict[str, int]] | None = None
         self._following: asyncio.Task[None] | None = None
         self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
+        self.successor = Successor(session, topics, status, registration, self._take_over, self.look_again)
         topics.opened = self._opened
         topics.closing = self._closing
         topics.flush_changed = self._flush_changed
@@ -117,7 +122,8 @@ class RoleKeeper:
     @property
     def _registration(self) -> Registration:
         """The present registration of this replica."""
-        return self._register_as()
+        log_epoch, log_bytes = self.successor.published
+        return replace(self._register_as(), log_epoch=log_epoch, log_bytes=log_bytes)
 
     # -- following ----------------------------------------------------------------------------------------------------
 
@@ -128,13 +134,16 @@ class RoleKeeper:
 
     async def run(self) -> None:
         """Settles the role after each event, until cancelled."""
-        log_once = LogOnce()
+        log_once, again_s = LogOnce(), None
         while True:
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(again_s):
+                    await self._changed.wait()
             self._changed.clear()
             try:
                 await self._session.connected()
                 await self.settle()
+                again_s = await self.successor.step()
                 log_once.worked("the role is followed again")
             except (ConnectError, CorruptData, *SHORTAGES) as error:
                 log_once.failed("the role is not followed at present", error)
@@ -280,6 +289,8 @@ class RoleKeeper:
             deposed=self.look_again,
             failed=self._log_failed,
         )
+        if self._config.failover:
+            await begin_failover(self._session, registration.broker_id, check_mode(self._config.failover))
         self._taken = None  # from here on the replica may answer clients in this epoch
         transfer = GroupTransferService(registration.broker_id, service, self._may_believe)
         self._exchange(MasterRole(mastership.epoch, service, transfer, transactions), refusal)
@@ -339,7 +350,7 @@ class RoleKeeper:
             begun=self._folder.know_epoch,
             followed=self._folder.follow_generation,
             full=lambda: self._status.disk_full,
-            readable_changed=self.look_again,
+            changed=self.look_again,
             failed=self._failed,
         )
 
@@ -387,13 +398,17 @@ class RoleKeeper:
 
     # -- promotion ----------------------------------------------------------------------------------------------------
 
-    async def promote(self, *, accept_loss: bool) -> Mastership:
-        """Makes this replica the master, on request of an operator or of a program that watches brokers.
+    async def _take_over(self, cause: str, since: float) -> None:
+        await self.promote(Promote(False, cause), since=since)
+
+    async def promote(self, asked: Promote, since: float | None = None) -> Mastership:
+        """Makes this replica the master: an operator, a master that stops, or this replica's Successor asks for it.
 
         It takes over from a living master when it holds all messages. It does not wait for a master that is dead or
         hangs. Raises Fenced if it is not in the in-sync set, unless `accept_loss`; the refusal of a living master; and
         ConnectError if ZooKeeper does not answer.
         """
+        started = asyncio.get_running_loop().time() if since is None else since
         async with self._settling:
             registration = self._registration
             if self._status.role.kind is RoleKind.MASTER:
@@ -408,14 +423,15 @@ class RoleKeeper:
             was_taken_back = taken_back(known(stored), [registration.claim, *claims])
             in_sync = registration.member in state.insync and not was_taken_back
             handed_over, registered = False, self._to_register()
-            if not in_sync and not accept_loss and not was_taken_back:
+            if not in_sync and not asked.accept_loss and not was_taken_back:
                 raise Fenced(self._what, "it is not in the in-sync set, so that messages would be lost")
             self._folder.check_writable()  # otherwise no replica would be the master
             if in_sync:
                 handed_over = await self._is_handed_over(state)
             mastership = await take_over(
-                self._session, registration, state, version, claims, accept_loss=accept_loss, handed_over=handed_over
-            )
+                self._session, registration, state, version, claims,
+                accept_loss=asked.accept_loss, handed_over=handed_over and not asked.master_stops,
+            )  # fmt: skip
             if isinstance(mastership, Refused):
                 raise Fenced(self._what, "the state has changed meanwhile: look at `metamq ha status` again")
             log.warning("%s was promoted, epoch %d%s", self._what, mastership.epoch, "" if in_sync else ", with loss")
@@ -424,6 +440,15 @@ class RoleKeeper:
             except SHORTAGES:
                 self.look_again()  # this replica is the master, and begins its epoch again
                 raise
+            took_ms = round((asyncio.get_running_loop().time() - started) * 1000)
+            lost = "" if in_sync else "an operator accepted a loss"
+            now_ms = round(time.time() * 1000)
+            self.successor.record(
+                Switch(
+                    mastership.epoch, asked.cause or "an operator's command", state.master, registration.replica,
+                    now_ms, took_ms, since is not None, lost,
+                )
+            )  # fmt: skip
             return mastership
 
     async def _is_handed_over(self, state: BrokerState) -> bool:
@@ -572,6 +597,7 @@ class RoleKeeper:
         """Ends the role's work, after a running promotion: it ends soon once the session is closed."""
         async with self._settling:
             await self._stop_following(self._leave_role(Fenced(self._what, "it is stopping")))
+        await self.successor.close()
         await self._lease.close()
 
     def statistics(self) -> dict[str, Any]:

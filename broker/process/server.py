@@ -405,6 +405,8 @@ class Broker:
 
     async def stop(self) -> None:
         """Ends the broker: gracefully after end(), at once after fail()."""
+        if self.failure is None:
+            await self._parts.keeper.successor.resign()
         self._ready_reason = "stopping"
         self._parts.status.stopping = Fenced(f"broker {self.config.id}", "it is stopping")
         self._acceptor.close()

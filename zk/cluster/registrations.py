@@ -51,6 +51,9 @@ class BrokerAddress:
     epoch: int = 0
     state_version: int = -1
     generation: int = 0
+    log_epoch: int = 0
+    log_bytes: int = -1
+    """See Registration."""
 
     @property
     def claim(self) -> KnownState:
@@ -88,6 +91,9 @@ class Registration:
     """These three fields: see metamq.zk.cluster.epochs.KnownState."""
     is_replaced: bool = False
     """True if its folder is new or an older copy, replaces one with data, and this was not accepted yet."""
+    log_epoch: int = 0
+    log_bytes: int = -1
+    """A slave whose master is gone publishes that master's epoch, and the size of all its logs."""
 
     @property
     def claim(self) -> KnownState:
@@ -118,6 +124,8 @@ def replica_json(session: Session, registration: Registration) -> bytes:
         "epoch": registration.epoch,
         "state_version": registration.state_version,
         "generation": registration.generation,
+        "log_epoch": registration.log_epoch,
+        "log_bytes": registration.log_bytes,
         "machine": socket.gethostname(),  # for people to read
         "session_timeout_ms": session.negotiated_timeout_ms,
     }
@@ -129,11 +137,17 @@ def _document(broker_id: int, node: Node, role: Role = "master") -> dict[str, An
     return read_document(f"the {role} node of broker {broker_id} in ZooKeeper", node.data, _checked, hint=hint)
 
 
+_NUMBERS = (
+    "replica", "incarnation", "port", "session_timeout_ms", "epoch", "generation", "state_version", "log_epoch",
+    "log_bytes",
+)  # fmt: skip
+
+
 def _checked(document: dict[str, Any]) -> dict[str, Any]:
     missing = {"replica", "incarnation", "folder", "machine", "host", "port", "version"} - document.keys()
     if missing:
         raise ValueError(f"it lacks {sorted(missing)}")
-    for name in ("replica", "incarnation", "port", "session_timeout_ms", "epoch", "generation", "state_version"):
+    for name in _NUMBERS:
         number(document.get(name, 0), low=-1)
     for name in ("folder", "lock", "machine", "host", "version", "data"):
         text(document.get(name, ""))
@@ -156,6 +170,8 @@ def address_of(broker_id: int, node: Node, role: Role = "master") -> BrokerAddre
         document.get("epoch", 0),
         document.get("state_version", -1),
         document.get("generation", 0),
+        document.get("log_epoch", 0),
+        document.get("log_bytes", -1),
     )
 
 

@@ -19,6 +19,7 @@ from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.errors import MetamqError, TooManyOpenFiles
 from metamq.testing import BrokerProcess
 from metamq.tx.store.fold import Entry
+from metamq.wire.commands import Promote
 from metamq.zk.cluster.brokers import read_state, state_json
 from metamq.zk.session.session import Session
 from tests.broker.ha.test_replication import Group, a_sync_topic, group, send
@@ -149,7 +150,7 @@ def test_a_promotion_that_runs_when_the_broker_stops_leaves_no_master(
         monkeypatch.setattr(TransactionalCommandProcessor, "begin_term", paused)
         monkeypatch.setattr(RoleKeeper, "close", noted)
         parts = slave.broker._parts
-        promotion = asyncio.run_coroutine_threadsafe(parts.keeper.promote(accept_loss=False), slave.loop)
+        promotion = asyncio.run_coroutine_threadsafe(parts.keeper.promote(Promote(False)), slave.loop)
         wait_until(begun.is_set)
         slave.loop.call_soon_threadsafe(slave.broker.end)
         with pytest.raises(MetamqError):

@@ -1,0 +1,151 @@
+"""Decides whether this slave takes over from a master that is gone. Pure: no I/O, no clock.
+
+Theory of operation
+-------------------
+There is no controller. Every in-sync slave sees the same nodes in ZooKeeper, and decides by the same function. What it
+decides is only *when it tries*: the take-over itself is the compare-and-set of a promotion without loss
+(metamq.zk.cluster.replicas). So two slaves that decide at once, or by stale reads, do no harm: one of them succeeds,
+and the other one finds a newer state.
+
+A master is gone if one of two things is known:
+
+- Its node is gone. The node lives as long as the master's session, and the master's lease ends before that.
+- No process listens at its address, and its link has ended. The kernel of the master's machine says so (it refuses the
+  connection), and a master listens until its process ends. So after a kill -9 nobody waits for the end of the session.
+  A silent address says nothing: the master may be frozen, or the network cut. Then only the session counts.
+
+In the first case each candidate publishes in its node how much of the logs it has. All in-sync slaves have all that was
+acknowledged on `sync` topics. On `async` topics the one with the most bytes gives up least, so it goes first; then the
+preferred replica; then the lowest number. A candidate that publishes nothing for a moment is passed over, and one that
+does not take over loses its turn to the next one.
+
+    the situation                                              the decision
+    failover is manual, or paused                              STAY
+    the master is there                                        STAY
+    this replica is not in the in-sync set, or has an obstacle STAY, with the reason
+    several automatic switches happened a short time ago       WAIT, longer with each of them
+    no other candidate is registered                           TAKE_OVER
+    it has not published its logs' size                        PUBLISH
+    another candidate may still publish                        WAIT
+    another candidate comes first, and has its turn            WAIT
+    else                                                       TAKE_OVER
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from metamq.zk.cluster.brokers import BrokerState, Member
+    from metamq.zk.cluster.failover import Failover
+
+PUBLISH_MS = 300
+"""Milliseconds in which candidates publish the size of their logs."""
+TURN_MS = 1000
+"""Milliseconds that a candidate has for its take-over before the next one tries."""
+FREE_SWITCHES = 3
+"""Automatic switches within FLAPPING_MS that need no pause."""
+FLAPPING_MS = 600_000
+PAUSE_FIRST_MS = 2_000
+PAUSE_MAX_MS = 120_000
+
+SESSION_ENDED = "the session of the master ended"
+NO_PROCESS = "no process listens at the master's address"
+
+
+class Step(enum.Enum):
+    """The next step of a slave."""
+
+    STAY = "stay"
+    WAIT = "wait"
+    PUBLISH = "publish"
+    TAKE_OVER = "take over"
+
+
+class Candidate(NamedTuple):
+    """A registered slave of the in-sync set. `log_bytes`: the size of its logs; None: it has not published it."""
+
+    replica: int
+    log_bytes: int | None
+
+
+class Situation(NamedTuple):
+    """Everything that the decision depends on."""
+
+    failover: Failover
+    state: BrokerState
+    me: Member
+    obstacle: str
+    """The reason why this replica could not serve as the master; empty: none."""
+    gone: str
+    """The reason to believe that the master is gone; empty: it is there."""
+    gone_ms: int
+    """Milliseconds since this replica has seen that."""
+    candidates: Sequence[Candidate]
+    """Every registered slave of the in-sync set."""
+    switches_ago_ms: Sequence[int] = ()
+    """The age of each automatic switch that this replica has seen."""
+
+
+class Decision(NamedTuple):
+    """A step, the reason for people, and the milliseconds after which to decide again, unless something changes."""
+
+    step: Step
+    reason: str
+    again_ms: int | None = None
+
+
+def decide(now: Situation) -> Decision:
+    """Decides the next step of this replica."""
+    if now.failover.mode == "manual":
+        return Decision(Step.STAY, "failover is manual: an operator promotes")
+    if now.failover.paused:
+        return Decision(Step.STAY, "failover is paused by an operator")
+    if not now.gone:
+        return Decision(Step.STAY, "the master is there")
+    if now.me not in now.state.insync:
+        return Decision(Step.STAY, "it is not in the in-sync set, so that messages would be lost")
+    if now.obstacle:
+        return Decision(Step.STAY, now.obstacle)
+    if (left_ms := pause_ms(now.switches_ago_ms)) > 0:
+        count = len(_recent(now.switches_ago_ms))
+        return Decision(Step.WAIT, f"{count} automatic switches a short time ago: a pause against flapping", left_ms)
+    return _in_turn(now)
+
+
+def _in_turn(now: Situation) -> Decision:
+    me = now.me[0]
+    if all(one.replica == me for one in now.candidates):
+        return Decision(Step.TAKE_OVER, now.gone)
+    ranked = ranking(now.candidates, now.failover.preferred)
+    if me not in ranked:
+        return Decision(Step.PUBLISH, "it publishes the size of its logs")
+    silent = [one.replica for one in now.candidates if one.log_bytes is None]
+    if silent and now.gone_ms < PUBLISH_MS:
+        return Decision(Step.WAIT, f"replica {silent[0]} may have more", PUBLISH_MS - now.gone_ms)
+    turn_ms = ranked.index(me) * TURN_MS
+    if ranked[0] != me and now.gone_ms < PUBLISH_MS + turn_ms:
+        return Decision(Step.WAIT, f"replica {ranked[0]} comes first", PUBLISH_MS + turn_ms - now.gone_ms)
+    return Decision(Step.TAKE_OVER, now.gone)
+
+
+def ranking(candidates: Sequence[Candidate], preferred: int | None) -> list[int]:
+    """The candidates that have published, the best one first."""
+    published = [(one.log_bytes, one.replica) for one in candidates if one.log_bytes is not None]
+    ranked = sorted(published, key=lambda one: (-one[0], one[1] != preferred, one[1]))
+    return [replica for _, replica in ranked]
+
+
+def pause_ms(switches_ago_ms: Sequence[int]) -> int:
+    """The milliseconds until the next automatic switch. The pause doubles with each switch of the last ten minutes."""
+    recent = _recent(switches_ago_ms)
+    excess = len(recent) - FREE_SWITCHES
+    if excess < 0:
+        return 0
+    return max(min(PAUSE_FIRST_MS << excess, PAUSE_MAX_MS) - min(recent), 0)
+
+
+def _recent(switches_ago_ms: Sequence[int]) -> list[int]:
+    return [ago_ms for ago_ms in switches_ago_ms if ago_ms < FLAPPING_MS]

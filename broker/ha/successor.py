@@ -1,0 +1,212 @@
+"""Successor: this replica's part in automatic failover.
+
+As a slave it notices that the master is gone, publishes the size of its logs in its node, and takes over in its turn.
+metamq.broker.ha.succession decides; RoleKeeper.promote, which operators use as well, carries it out. As a master that
+is going to stop, it asks a slave to take over first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from metamq.broker.ha.role import MasterRole, SlaveRole
+from metamq.broker.ha.succession import NO_PROCESS, SESSION_ENDED, Candidate, Decision, Situation, Step, decide
+from metamq.client.net.transport import BrokerConnection
+from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError
+from metamq.wire.commands import Command, Promote
+from metamq.zk.cluster.brokers import BrokerAddress, BrokerState, Registration, master_of, read_state
+from metamq.zk.cluster.failover import Switch, change_failover, read_failover, with_switch
+from metamq.zk.cluster.replicas import slaves_of
+from metamq.zk.session.watches import OneWatch
+
+if TYPE_CHECKING:
+    from metamq.broker.data.topics import Topics
+    from metamq.broker.ha.client import HAClient
+    from metamq.broker.ha.role import ReplicaStatus
+    from metamq.zk.cluster.failover import Failover
+    from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.broker")
+
+RETRY_S = 0.5
+RECORD_ATTEMPTS = 20
+LONG_AGO = -1e9
+RESIGN_S = 5.0
+"""Seconds that a master that stops spends on its successor."""
+
+
+class Successor:
+    """Used by the broker's loop only. RoleKeeper calls step() after each settling of the role."""
+
+    def __init__(
+        self,
+        session: Session,
+        topics: Topics,
+        status: ReplicaStatus,
+        registration: Callable[[], Registration],
+        promote: Callable[[str, float], Awaitable[object]],
+        changed: Callable[[], None],
+    ) -> None:
+        """`promote(cause, since)` takes over without loss; `since` is the loop's time at which the cause was noticed.
+
+        `changed` lets the keeper settle the role, and so register what this replica publishes.
+        """
+        self._session = session
+        self._topics = topics
+        self._status = status
+        self._registration = registration
+        self._promote = promote
+        self._changed = changed
+        self._watch = OneWatch(changed)
+        self._gone_since: float | None = None
+        self._seen: dict[int, float] | None = None
+        """The epochs of automatic switches, and the loop's time at which this replica saw each; None: not read yet."""
+        self.published = 0, -1
+        """The epoch whose master is gone, and the size of the logs here in bytes."""
+        self._recording: set[asyncio.Task[None]] = set()
+        self.decision: Decision | None = None
+        """The last decision, for `ha status`; None at a master."""
+
+    async def step(self) -> float | None:
+        """Takes the next step. Returns the seconds after which to call it again, even if nothing changes; or None.
+
+        Raises ConnectError, CorruptData.
+        """
+        role, now = self._status.role, asyncio.get_running_loop().time()
+        registration = self._registration()
+        broker_id = registration.broker_id
+        failover = await self._watch.leave(partial(read_failover, self._session, broker_id))
+        self._see(failover, now)
+        if not isinstance(role, SlaveRole):
+            self._gone_since = self.decision = None
+            return None
+        gone = await self._why_gone(broker_id, role.link)
+        if not gone:
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = now
+        stored = await read_state(self._session, broker_id)
+        if stored is None:
+            return None
+        before = self.decision
+        self.decision = decide(await self._situation(failover, stored[0], registration, gone, now))
+        if gone and (before is None or before.reason != self.decision.reason):
+            log.info("%s: %s: %s: %s", registration, gone, self.decision.step.value, self.decision.reason)
+        return await self._carry_out(self.decision, stored[0])
+
+    async def _why_gone(self, broker_id: int, link: HAClient) -> str:
+        if await master_of(self._session, broker_id) is None:
+            return SESSION_ENDED
+        return NO_PROCESS if link.is_refused else ""
+
+    async def _situation(
+        self, failover: Failover, state: BrokerState, registration: Registration, gone: str, now: float
+    ) -> Situation:
+        slaves = await slaves_of(self._session, registration.broker_id) if gone else []
+        ago_ms = [round((now - at) * 1000) for at in (self._seen or {}).values()]
+        gone_ms = 0 if self._gone_since is None else round((now - self._gone_since) * 1000)
+        candidates = [_candidate(slave, state) for slave in slaves if _member(slave) in state.insync]
+        return Situation(failover, state, registration.member, self._obstacle(), gone, gone_ms, candidates, ago_ms)
+
+    def _obstacle(self) -> str:
+        if self._topics.damage():
+            return "a log is damaged here"
+        refused = self._status.writes_refused
+        return "" if refused is None else refused.problem
+
+    async def _carry_out(self, decision: Decision, state: BrokerState) -> float | None:
+        if decision.step is Step.PUBLISH:
+            self.published = state.epoch, sum(partition.log.end_position for partition in self._topics.partitions())
+            self._changed()
+        if decision.step is not Step.TAKE_OVER:
+            return None if decision.again_ms is None else decision.again_ms / 1000
+        assert self._gone_since is not None
+        try:
+            await self._promote(decision.reason, self._gone_since)
+        except Fenced as error:
+            log.warning("%s does not take over: %s", self._registration(), error)
+            return RETRY_S
+        return None
+
+    def _see(self, failover: Failover, now: float) -> None:
+        """Notes the time of new automatic switches. Those before the start of this process count as old."""
+        known, unknown = ({}, LONG_AGO) if self._seen is None else (self._seen, now)
+        self._seen = {one.epoch: known.get(one.epoch, unknown) for one in failover.switches if one.is_automatic}
+
+    # -- a master -----------------------------------------------------------------------------------------------------
+
+    def record(self, switch: Switch) -> None:
+        """Adds a switch to the list in ZooKeeper, in the background: the new master serves meanwhile."""
+        level = logging.WARNING if switch.is_automatic else logging.INFO
+        log.log(
+            level,
+            "%s is the master instead of replica %d, after %d ms: %s",
+            self._registration(),
+            switch.was,
+            switch.took_ms,
+            switch.cause,
+        )
+        task = asyncio.ensure_future(self._record(switch))
+        self._recording.add(task)
+        task.add_done_callback(self._recording.discard)
+
+    async def _record(self, switch: Switch) -> None:
+        for _ in range(RECORD_ATTEMPTS):
+            try:
+                broker_id = self._registration().broker_id
+                await change_failover(self._session, broker_id, partial(with_switch, switch=switch))
+                return
+            except (ConnectError, CorruptData) as error:
+                log.warning("the switch to epoch %d is not listed yet: %s", switch.epoch, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def close(self) -> None:
+        """Ends the background work."""
+        tasks = list(self._recording)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- a master that stops ------------------------------------------------------------------------------------------
+
+    async def resign(self) -> None:
+        """Asks an in-sync slave to take over from this master. Returns when one has, or when none does."""
+        role, registration = self._status.role, self._registration()
+        if not isinstance(role, MasterRole):
+            return
+        try:
+            async with asyncio.timeout(RESIGN_S):
+                failover = await read_failover(self._session, registration.broker_id)
+                if not failover.is_on:
+                    return
+                slaves = await slaves_of(self._session, registration.broker_id)
+                ready = [slave for slave in slaves if _member(slave) in role.service.membership.insync]
+                for slave in sorted(ready, key=lambda one: (one.replica != failover.preferred, one.replica)):
+                    if await self._asked(slave, f"replica {registration.replica} stops"):
+                        return
+        except (TimeoutError, ConnectError, CorruptData) as error:
+            log.warning("%s stops without a successor: %s", registration, error or "no slave answered in time")
+
+    async def _asked(self, slave: BrokerAddress, cause: str) -> bool:
+        try:
+            connection = await BrokerConnection.open(slave.host, slave.port)
+            try:
+                await connection.request(Command.PROMOTE, Promote(False, cause, master_stops=True), timeout_s=RESIGN_S)
+            finally:
+                await connection.close()
+        except MetamqError as error:
+            log.warning("replica %d does not take over: %s", slave.replica, error)
+            return False
+        return True
+
+
+def _member(slave: BrokerAddress) -> tuple[int, int]:
+    return slave.replica, slave.incarnation
+
+
+def _candidate(slave: BrokerAddress, state: BrokerState) -> Candidate:
+    return Candidate(slave.replica, slave.log_bytes if slave.log_epoch == state.epoch else None)

@@ -1,0 +1,148 @@
+"""Automatic failover of a broker id in ZooKeeper: the operator's choice, and the list of switches.
+
+`failover` is one persistent node per broker id, changed only by compare-and-set: the mode, a pause for maintenance, the
+preferred replica, and the last switches. A broker id without this node fails over by an operator's command only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from metamq.errors import ConfigError
+from metamq.zk.documents import fields, items, number, read_document, shown, text
+from metamq.zk.errors import BadVersion, NodeExists, NoNode
+
+if TYPE_CHECKING:
+    from metamq.zk.cluster.brokers import Watcher
+    from metamq.zk.session.session import Session
+
+Mode = Literal["auto", "manual"]
+MODES: tuple[Mode, ...] = ("auto", "manual")
+SWITCHES_KEPT = 100
+FAR = 1 << 53
+"""Above all times in milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One change of the master. Times are in milliseconds; `at_ms` is Unix time by the new master's clock."""
+
+    epoch: int
+    cause: str
+    """The reason, for people: "the session of the master ended"."""
+    was: int
+    """The replica that was the master."""
+    now: int
+    """The replica that is the master since."""
+    at_ms: int
+    took_ms: int
+    """From the moment at which the new master noticed the reason, to the moment at which it took writes."""
+    is_automatic: bool
+    lost: str = ""
+    """The messages that were given up, for people; empty: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failover:
+    """The failover of a broker id. The default is that of a broker id without the node."""
+
+    mode: Mode = "manual"
+    paused: bool = False
+    """True while an operator has stopped automatic switches for maintenance."""
+    preferred: int | None = None
+    """The replica that is the master when all are in sync."""
+    switches: tuple[Switch, ...] = ()
+    """The last switches, the oldest first."""
+
+    @property
+    def is_on(self) -> bool:
+        """True if a slave may take over by itself."""
+        return self.mode == "auto" and not self.paused
+
+
+def check_mode(mode: str) -> Mode:
+    """Returns the mode. Raises ConfigError."""
+    for known in MODES:
+        if mode == known:
+            return known
+    raise ConfigError(f"failover cannot be {mode!r}", hint="It is auto or manual.")
+
+
+async def read_failover(session: Session, broker_id: int, watch: Watcher | None = None) -> Failover:
+    """The failover of a broker id. `watch` is called once if it changes. Raises CorruptData, ConnectionLost."""
+    node = await session.get_or_none(session.paths.failover(broker_id), watch=watch)
+    return Failover() if node is None else _parsed(broker_id, session.paths.failover(broker_id), node.data)
+
+
+async def change_failover(session: Session, broker_id: int, change: Callable[[Failover], Failover]) -> Failover:
+    """Stores `change(what is stored)` by compare-and-set, and returns it. Raises CorruptData, ConnectionLost.
+
+    After a ConnectionLost the outcome is unknown. `change` may be called several times.
+    """
+    path = session.paths.failover(broker_id)
+    while True:
+        node = await session.get_or_none(path)
+        stored = Failover() if node is None else _parsed(broker_id, path, node.data)
+        wanted = change(stored)
+        if node is not None and wanted == stored:
+            return stored
+        try:
+            if node is None:
+                await session.create(path, failover_json(wanted), makepath=True)
+            else:
+                await session.set(path, failover_json(wanted), node.version)
+        except (BadVersion, NodeExists, NoNode):
+            continue
+        return wanted
+
+
+async def begin_failover(session: Session, broker_id: int, mode: Mode) -> None:
+    """Stores the mode of a broker id that has none yet. Raises ConnectionLost."""
+    if await session.exists(session.paths.failover(broker_id)) is None:
+        with contextlib.suppress(NodeExists):
+            await session.create(session.paths.failover(broker_id), failover_json(Failover(mode)), makepath=True)
+
+
+def with_switch(failover: Failover, switch: Switch) -> Failover:
+    """The failover with one more switch. An epoch is recorded once, however often this is repeated."""
+    others = [one for one in failover.switches if one.epoch != switch.epoch]
+    return replace(failover, switches=tuple([*others, switch][-SWITCHES_KEPT:]))
+
+
+def failover_json(failover: Failover) -> bytes:
+    """The data of the node."""
+    return json.dumps(asdict(failover)).encode()
+
+
+def _parsed(broker_id: int, path: str, data: bytes) -> Failover:
+    hint = "Delete this node, then set the mode again: `metamq ha failover`."
+    return read_document(f"the failover of broker {broker_id} in ZooKeeper ({path})", data, _read, hint=hint)
+
+
+def _read(document: dict[str, Any]) -> Failover:
+    mode, preferred = document["mode"], document.get("preferred")
+    if mode not in MODES:
+        raise ValueError(f"{shown(mode)} is not a mode")
+    return Failover(
+        mode,
+        bool(document.get("paused")),
+        None if preferred is None else number(preferred),
+        tuple(_switch(fields(one)) for one in items(document.get("switches", []))),
+    )
+
+
+def _switch(one: Any) -> Switch:
+    return Switch(
+        number(one["epoch"]),
+        text(one["cause"]),
+        number(one["was"]),
+        number(one["now"]),
+        number(one["at_ms"], high=FAR),
+        number(one["took_ms"], high=FAR),
+        bool(one["is_automatic"]),
+        text(one.get("lost", "")),
+    )
