@@ -21,6 +21,8 @@ does not take over loses its turn to the next one.
 
     the situation                                              the decision
     failover is manual, or paused                              STAY
+    the master is there, and this replica has been the         TAKE_OVER, by a hand-over
+    preferred one, and in sync, for RETURN_MS
     the master is there                                        STAY
     this replica is not in the in-sync set, or has an obstacle STAY, with the reason
     several automatic switches happened a short time ago       WAIT, longer with each of them
@@ -45,6 +47,8 @@ PUBLISH_MS = 300
 """Milliseconds in which candidates publish the size of their logs."""
 TURN_MS = 1000
 """Milliseconds that a candidate has for its take-over before the next one tries."""
+RETURN_MS = 120_000
+"""Milliseconds after which the preferred replica becomes the master again."""
 FREE_SWITCHES = 3
 """Automatic switches within FLAPPING_MS that need no pause."""
 FLAPPING_MS = 600_000
@@ -53,6 +57,7 @@ PAUSE_MAX_MS = 120_000
 
 SESSION_ENDED = "the session of the master ended"
 NO_PROCESS = "no process listens at the master's address"
+PREFERRED = "it is the preferred replica"
 
 
 class Step(enum.Enum):
@@ -85,6 +90,8 @@ class Situation(NamedTuple):
     """Milliseconds since this replica has seen that."""
     candidates: Sequence[Candidate]
     """Every registered slave of the in-sync set."""
+    in_sync_ms: int = 0
+    """Milliseconds since this replica has been in sync with a master that is there."""
     switches_ago_ms: Sequence[int] = ()
     """The age of each automatic switch that this replica has seen."""
 
@@ -103,16 +110,18 @@ def decide(now: Situation) -> Decision:
         return Decision(Step.STAY, "failover is manual: an operator promotes")
     if now.failover.paused:
         return Decision(Step.STAY, "failover is paused by an operator")
-    if not now.gone:
-        return Decision(Step.STAY, "the master is there")
     if now.me not in now.state.insync:
         return Decision(Step.STAY, "it is not in the in-sync set, so that messages would be lost")
     if now.obstacle:
         return Decision(Step.STAY, now.obstacle)
+    if not now.gone and now.me[0] != now.failover.preferred:
+        return Decision(Step.STAY, "the master is there")
+    if not now.gone and now.in_sync_ms < RETURN_MS:
+        return Decision(Step.WAIT, "the preferred replica returns later", RETURN_MS - now.in_sync_ms)
     if (left_ms := pause_ms(now.switches_ago_ms)) > 0:
         count = len(_recent(now.switches_ago_ms))
         return Decision(Step.WAIT, f"{count} automatic switches a short time ago: a pause against flapping", left_ms)
-    return _in_turn(now)
+    return _in_turn(now) if now.gone else Decision(Step.TAKE_OVER, PREFERRED)
 
 
 def _in_turn(now: Situation) -> Decision:

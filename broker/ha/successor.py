@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from metamq.broker.ha.role import MasterRole, SlaveRole
 from metamq.broker.ha.succession import NO_PROCESS, SESSION_ENDED, Candidate, Decision, Situation, Step, decide
 from metamq.client.net.transport import BrokerConnection
-from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError
+from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, NotEnoughReplicas
 from metamq.wire.commands import Command, Promote
 from metamq.zk.cluster.brokers import BrokerAddress, BrokerState, Registration, master_of, read_state
 from metamq.zk.cluster.failover import Switch, change_failover, read_failover, with_switch
@@ -63,6 +63,7 @@ class Successor:
         self._changed = changed
         self._watch = OneWatch(changed)
         self._gone_since: float | None = None
+        self._in_sync_since: float | None = None
         self._seen: dict[int, float] | None = None
         """The epochs of automatic switches, and the loop's time at which this replica saw each; None: not read yet."""
         self.published = 0, -1
@@ -82,7 +83,7 @@ class Successor:
         failover = await self._watch.leave(partial(read_failover, self._session, broker_id))
         self._see(failover, now)
         if not isinstance(role, SlaveRole):
-            self._gone_since = self.decision = None
+            self._gone_since = self._in_sync_since = self.decision = None
             return None
         gone = await self._why_gone(broker_id, role.link)
         if not gone:
@@ -92,6 +93,8 @@ class Successor:
         stored = await read_state(self._session, broker_id)
         if stored is None:
             return None
+        is_in_sync = not gone and registration.member in stored[0].insync
+        self._in_sync_since = (self._in_sync_since or now) if is_in_sync else None
         before = self.decision
         self.decision = decide(await self._situation(failover, stored[0], registration, gone, now))
         if gone and (before is None or before.reason != self.decision.reason):
@@ -109,8 +112,11 @@ class Successor:
         slaves = await slaves_of(self._session, registration.broker_id) if gone else []
         ago_ms = [round((now - at) * 1000) for at in (self._seen or {}).values()]
         gone_ms = 0 if self._gone_since is None else round((now - self._gone_since) * 1000)
+        in_sync_ms = 0 if self._in_sync_since is None else round((now - self._in_sync_since) * 1000)
         candidates = [_candidate(slave, state) for slave in slaves if _member(slave) in state.insync]
-        return Situation(failover, state, registration.member, self._obstacle(), gone, gone_ms, candidates, ago_ms)
+        return Situation(
+            failover, state, registration.member, self._obstacle(), gone, gone_ms, candidates, in_sync_ms, ago_ms
+        )
 
     def _obstacle(self) -> str:
         if self._topics.damage():
@@ -124,10 +130,9 @@ class Successor:
             self._changed()
         if decision.step is not Step.TAKE_OVER:
             return None if decision.again_ms is None else decision.again_ms / 1000
-        assert self._gone_since is not None
         try:
-            await self._promote(decision.reason, self._gone_since)
-        except Fenced as error:
+            await self._promote(decision.reason, self._gone_since or asyncio.get_running_loop().time())
+        except (Fenced, NotEnoughReplicas) as error:
             log.warning("%s does not take over: %s", self._registration(), error)
             return RETRY_S
         return None

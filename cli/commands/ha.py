@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,12 +27,14 @@ from metamq.cli.show.output import (
 from metamq.cli.show.replica_view import damage_faults, in_sync_and_down, replica_faults
 from metamq.cli.show.units import DURATION, show_bytes
 from metamq.errors import ConfigError, ConnectError, MetamqError, Timeout
+from metamq.zk.cluster.failover import MODES
 from metamq.zk.paths import Paths
 from metamq.zk.servers import parse_servers
 
 if TYPE_CHECKING:
     from metamq import Admin
     from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
+    from metamq.zk.cluster.failover import Failover
 
 HEADINGS = [
     "BROKER", "REPLICA", "ROLE", "STATE", "ADDRESS", "IN SYNC", "MESSAGES BEHIND", "BYTES", "SECONDS", "EPOCH"
@@ -49,6 +52,8 @@ def ha() -> None:
     metamq ha wait --in-sync 2
     metamq ha promote --broker 0 --slave 1
     metamq ha remove --broker 0 --replica 2
+    metamq ha failover --broker 0 auto
+    metamq ha history
     """
 
 
@@ -260,6 +265,133 @@ def remove(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: s
         confirm(removal_lines(plan, accept_loss), yes=yes)
         admin.remove_replica(broker_id, replica, accept_loss=accept_loss)
     report_removed(plan, output)
+
+
+FAILOVER_HEADINGS = ["BROKER", "FAILOVER", "MASTER", "PREFERRED", "NEXT", "WHY NONE"]
+HISTORY_HEADINGS = ["TIME", "BROKER", "EPOCH", "FROM", "TO", "TOOK", "CAUSE", "GIVEN UP"]
+
+
+@ha.command()
+@click.argument("mode", type=click.Choice(MODES), required=False)
+@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
+@click.option("--preferred", type=int, help="The replica that shall be the master while it is in sync; -1: none.")
+@TABLE_OR_JSON
+def failover(mode: str | None, broker_id: int | None, preferred: int | None, output: str) -> None:
+    """Show or set the failover of brokers: auto or manual.
+
+    auto: if the master ends, an in-sync slave takes over by itself, without a loss of acknowledged messages of topics
+    with replication sync. manual: an operator promotes a slave. NEXT is the replica that would take over now.
+
+    \b
+    metamq ha failover
+    metamq ha failover --broker 0 auto
+    metamq ha failover --broker 0 --preferred 1
+    """
+    if preferred is not None and broker_id is None:
+        raise click.UsageError("--preferred needs --broker: replicas of two broker ids are not the same")
+    _change_failover(broker_id, output, mode=mode, preferred=preferred)
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
+@TABLE_OR_JSON
+def pause(broker_id: int | None, output: str) -> None:
+    """Stop automatic switches for maintenance. `metamq ha resume` allows them again.
+
+    \b
+    metamq ha pause --broker 0
+    """
+    _change_failover(broker_id, output, paused=True)
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
+@TABLE_OR_JSON
+def resume(broker_id: int | None, output: str) -> None:
+    """Allow automatic switches again, after `metamq ha pause`.
+
+    \b
+    metamq ha resume --broker 0
+    """
+    _change_failover(broker_id, output, paused=False)
+
+
+def _change_failover(
+    broker_id: int | None,
+    output: str,
+    *,
+    mode: str | None = None,
+    paused: bool | None = None,
+    preferred: int | None = None,
+) -> None:
+    current().log()
+    with current().admin() as admin:
+        wanted = sorted(admin.replicas()) if broker_id is None else [broker_id]
+        if mode is None and paused is None and preferred is None:
+            set_for = {one: admin.failover(one) for one in wanted}
+        else:
+            set_for = {one: admin.set_failover(one, mode=mode, paused=paused, preferred=preferred) for one in wanted}
+        found = {number: one for number, one in admin.replicas().items() if number in set_for}
+    if output == "json":
+        print_json([{"broker_id": one, **_without_switches(set_for[one]), **_next_json(found[one])} for one in found])
+        return
+    rows = [
+        [
+            str(number),
+            one.failover,
+            str(next(replica.replica for replica in one.replicas if replica.role != "slave")),
+            set_for[number].preferred,
+            one.successor,
+            one.no_successor or None,
+        ]
+        for number, one in found.items()
+    ]
+    print_table(FAILOVER_HEADINGS, rows)
+
+
+def _without_switches(found: Failover) -> dict[str, Any]:
+    return {"mode": found.mode, "paused": found.paused, "preferred": found.preferred}
+
+
+def _next_json(broker: BrokerReplicas) -> dict[str, Any]:
+    return {"successor": broker.successor, "no_successor": broker.no_successor}
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
+@TABLE_OR_JSON
+def history(broker_id: int | None, output: str) -> None:
+    """Show the last switches of masters, the newest last: when, from which replica to which, and why.
+
+    TOOK is the time from the moment at which the new master noticed the cause until it took writes. TIME is by the
+    clock of the new master.
+
+    \b
+    metamq ha history
+    metamq ha history --broker 0 -o json
+    """
+    current().log()
+    with current().admin() as admin:
+        wanted = sorted(admin.replicas()) if broker_id is None else [broker_id]
+        switches = [(number, one) for number in wanted for one in admin.failover(number).switches]
+    switches.sort(key=lambda found: found[1].at_ms)
+    if output == "json":
+        print_json([{"broker_id": number, **asdict(one)} for number, one in switches])
+        return
+    rows = [
+        [
+            f"{datetime.fromtimestamp(one.at_ms / 1000).astimezone():%Y-%m-%d %H:%M:%S %z}",
+            str(number),
+            str(one.epoch),
+            str(one.was),
+            str(one.now),
+            f"{one.took_ms / 1000:.2f} s",
+            one.cause,
+            one.lost or None,
+        ]
+        for number, one in switches
+    ]
+    print_table(HISTORY_HEADINGS, rows)
 
 
 def _plan_lines(plan: PromotionPlan, accept_loss: bool) -> list[str]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TopicSettings,
     )
     from metamq.wire.xa import Xid
+    from metamq.zk.cluster.failover import Failover
     from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.partitions import TopicPartition
 
@@ -194,6 +195,23 @@ class Admin:
         ConfigError if there is no such slave, ConnectError, Timeout.
         """
         return self._run(self._core.promote(broker_id, replica, accept_loss))
+
+    def failover(self, broker_id: int) -> Failover:
+        """Returns the failover of a broker id: its mode, and the last switches. Raises ConfigError."""
+        return self._run(self._core.failover(broker_id))
+
+    def set_failover(
+        self, broker_id: int, *, mode: str | None = None, paused: bool | None = None, preferred: int | None = None
+    ) -> Failover:
+        """Changes the failover of a broker id, and returns it. What is not given stays as it is.
+
+        mode:       "auto": an in-sync slave takes over by itself. "manual": an operator promotes.
+        paused:     True stops automatic switches for maintenance, False allows them again.
+        preferred:  the replica that shall be the master while it is in sync; -1: none.
+
+        Raises ConfigError for an unknown broker id or a wrong value.
+        """
+        return self._run(self._core.set_failover(broker_id, mode, paused, preferred))
 
     def plan_removal(self, broker_id: int, replica: int | None = None) -> RemovalPlan:
         """Returns the effects of remove_broker(), or of remove_replica() with a replica. Raises like these methods."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from metamq.client.admin import (
     admin_brokers,
+    admin_failover,
     admin_groups,
     admin_removal,
     admin_replicas,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         TopicSettings,
     )
     from metamq.wire.xa import Xid
+    from metamq.zk.cluster.failover import Failover
     from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.partitions import TopicPartition
 
@@ -145,6 +147,14 @@ class AdminCore:
 
     async def promote(self, broker_id: int, replica: int, accept_loss: bool) -> int:
         return await admin_replicas.promote(await self._cluster(), broker_id, replica, accept_loss)
+
+    async def failover(self, broker_id: int) -> Failover:
+        return await admin_failover.failover_of(await self._cluster(), broker_id)
+
+    async def set_failover(
+        self, broker_id: int, mode: str | None, paused: bool | None, preferred: int | None
+    ) -> Failover:
+        return await admin_failover.set_failover(await self._cluster(), broker_id, mode, paused, preferred)
 
     async def plan_removal(self, broker_id: int, replica: int | None) -> RemovalPlan:
         return await admin_removal.plan_removal(await self._cluster(), broker_id, replica)

@@ -277,6 +277,9 @@ class BrokerReplicas:
 
     `taken_back`: the reason that ZooKeeper's state is older than its replicas' knowledge, or "". While there is a
     reason, no replica counts as in sync.
+
+    `failover` is "auto", "manual" or "paused". `successor`: the replica that would take over by itself if the master
+    ended now; None: nobody would, and `no_successor` is the reason.
     """
 
     broker_id: int
@@ -284,6 +287,9 @@ class BrokerReplicas:
     generation: int
     replicas: tuple[ReplicaDescription, ...]
     taken_back: str = ""
+    failover: str = "manual"
+    successor: int | None = None
+    no_successor: str = ""
 
 
 @dataclass(frozen=True, slots=True)

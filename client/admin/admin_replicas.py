@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from metamq.client.admin.admin_failover import successor_of
 from metamq.client.admin.admin_groups import children
 from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.client.admin.promotion_plan import Has, Loss, loss_of
@@ -15,6 +16,7 @@ from metamq.errors import ConfigError, ConnectError, MetamqError
 from metamq.wire.commands import Command, Promote, Promoted, Stats, unpack
 from metamq.zk.cluster.brokers import BrokerAddress, BrokerState, StateAt, known, master_of, read_state
 from metamq.zk.cluster.epochs import highest_epoch, taken_back
+from metamq.zk.cluster.failover import read_failover
 from metamq.zk.cluster.replicas import slaves_of
 
 if TYPE_CHECKING:
@@ -74,7 +76,12 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
     for place, one in enumerate(replicas):
         damaged_count, reasons = damaged.get(one.replica, (0, ()))
         replicas[place] = replace(one, damaged_count=damaged_count, damaged=reasons)
-    return BrokerReplicas(broker_id, state.epoch, state.generation, tuple(replicas), was_taken_back)
+    failover = await read_failover(cluster.session, broker_id)
+    successor, reason = successor_of(failover, replicas)
+    return BrokerReplicas(
+        broker_id, state.epoch, state.generation, tuple(replicas), was_taken_back,
+        "paused" if failover.paused else failover.mode, successor, reason,
+    )  # fmt: skip
 
 
 async def _state_to_go_by(session: Session, broker_id: int, stored: StateAt) -> tuple[BrokerState, str]:

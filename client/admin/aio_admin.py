@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         TopicSettings,
     )
     from metamq.wire.xa import Xid
+    from metamq.zk.cluster.failover import Failover
     from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.partitions import TopicPartition
 
@@ -132,6 +133,16 @@ class Admin:
     async def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:
         """See metamq.Admin.promote."""
         return await self._core.promote(broker_id, replica, accept_loss)
+
+    async def failover(self, broker_id: int) -> Failover:
+        """See metamq.Admin.failover."""
+        return await self._core.failover(broker_id)
+
+    async def set_failover(
+        self, broker_id: int, *, mode: str | None = None, paused: bool | None = None, preferred: int | None = None
+    ) -> Failover:
+        """See metamq.Admin.set_failover."""
+        return await self._core.set_failover(broker_id, mode, paused, preferred)
 
     async def plan_removal(self, broker_id: int, replica: int | None = None) -> RemovalPlan:
         """See metamq.Admin.plan_removal."""

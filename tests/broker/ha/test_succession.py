@@ -15,6 +15,7 @@ from metamq.broker.ha.succession import (
     PAUSE_FIRST_MS,
     PAUSE_MAX_MS,
     PUBLISH_MS,
+    RETURN_MS,
     SESSION_ENDED,
     TURN_MS,
     Candidate,
@@ -48,6 +49,9 @@ def situation(**changes: Any) -> Situation:
         ({"gone": ""}, Step.STAY),
         ({"me": (1, 2)}, Step.STAY),  # another incarnation
         ({"me": (3, 1), "candidates": ()}, Step.STAY),
+        ({"gone": "", "failover": Failover("auto", preferred=1)}, Step.WAIT),
+        ({"gone": "", "failover": Failover("auto", preferred=1), "in_sync_ms": RETURN_MS}, Step.TAKE_OVER),
+        ({"gone": "", "failover": Failover("auto", preferred=2), "in_sync_ms": RETURN_MS}, Step.STAY),
         ({"obstacle": "a log is damaged"}, Step.STAY),
         ({"candidates": (Candidate(1, None),)}, Step.TAKE_OVER),
         ({"candidates": (Candidate(1, None), Candidate(2, 100))}, Step.PUBLISH),
