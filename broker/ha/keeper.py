@@ -609,5 +609,6 @@ class RoleKeeper:
             "reason": role.reason,
             "epoch": role.followed_epoch,
             "known_epoch": self._folder.epoch,
+            "failover": self.successor.says,
             **role.statistics(),
         }

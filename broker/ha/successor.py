@@ -72,6 +72,11 @@ class Successor:
         self.decision: Decision | None = None
         """The last decision, for `ha status`; None at a master."""
 
+    @property
+    def says(self) -> str:
+        """The last decision, for people. Any thread."""
+        return "" if self.decision is None else self.decision.reason
+
     async def step(self) -> float | None:
         """Takes the next step. Returns the seconds after which to call it again, even if nothing changes; or None.
 

@@ -1,0 +1,197 @@
+"""Nobody promotes: an in-sync slave takes over by itself, without a loss, or nobody does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from metamq.errors import ConfigError, ConnectError, Fenced
+from metamq.zk.cluster.failover import Switch
+from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group
+from tests.parts import SLOW_S, wait_until
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    with replica_group(failover="auto") as made:
+        yield made
+
+
+class Traffic:
+    """A producer that sends numbers one after the other, until the block ends. Any error of a delivery fails it."""
+
+    def __init__(self, group: Group, topic: str) -> None:
+        self._producer = group.cluster.producer(linger_ms=0)
+        self._topic = topic
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self.acknowledged = 0
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._producer.send(self._topic, b"%d" % self.acknowledged).result(SLOW_S)
+                self.acknowledged += 1
+        except BaseException as error:
+            self._error = error
+
+    def wait_for_more(self, count: int = 20) -> None:
+        before = self.acknowledged
+        wait_until(lambda: self.acknowledged >= before + count or self._error, what="more acknowledgements")
+
+    def __enter__(self) -> Traffic:
+        self._thread.start()
+        self.wait_for_more()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._producer.close()
+        if self._error is not None:
+            raise self._error
+
+
+def switches(group: Group) -> list[Switch]:
+    with group.cluster.admin() as admin:
+        return list(admin.failover(0).switches)
+
+
+def master(group: Group) -> int:
+    return group.state().master
+
+
+@pytest.mark.parametrize("way", ["kill", "freeze", "stop"])
+def test_the_slave_takes_over_and_nothing_is_lost_or_doubled(group: Group, way: str) -> None:
+    topic = a_sync_topic(group, partitions=1)
+    group.add_slave()
+    group.wait_insync(0, 1)
+    former = group.replicas[0]
+    end: Callable[[], object] = {"kill": former.kill, "freeze": former.freeze, "stop": former.stop}[way]
+    with Traffic(group, topic) as traffic:
+        group.lose_master(end, 1) if way != "stop" else end()
+        wait_until(lambda: master(group) == 1, what="the switch")
+        traffic.wait_for_more()
+        former.thaw() if way == "freeze" else former.start()
+        group.wait_insync(0, 1, master=1)
+        traffic.wait_for_more()
+    assert group.read(topic) == [b"%d" % number for number in range(traffic.acknowledged)]
+    group.wait_equal(0, 1)
+    wait_until(lambda: switches(group), what="the list of switches")
+    (switch,) = switches(group)
+    assert (switch.was, switch.now, switch.epoch) == (0, 1, group.state().epoch)
+    causes = {
+        "kill": "no process listens at the master's address",
+        "freeze": "the session of the master ended",
+        "stop": "replica 0 stops",
+    }
+    assert switch.cause == causes[way]
+    assert switch.is_automatic == (way != "stop")
+
+
+@pytest.mark.parametrize("obstacle", ["manual", "paused"])
+def test_an_operator_can_stop_automatic_switches(group: Group, obstacle: str) -> None:
+    group.add_slave()
+    group.wait_insync(0, 1)
+    with group.cluster.admin() as admin:
+        changed = admin.set_failover(0, mode="manual") if obstacle == "manual" else admin.set_failover(0, paused=True)
+        assert not changed.is_on
+        described = admin.replicas()[0]
+        assert (described.failover, described.successor) == (obstacle, None)
+        assert obstacle in described.no_successor
+        group.lose_master(group.replicas[0].kill, 1)
+        wait_until(lambda: admin.replicas()[0].replicas[0].address is None, what="the end of the session")
+        reason = f"failover is {obstacle}"
+        wait_until(lambda: group.replication(1)["failover"].startswith(reason), what=reason)
+        assert group.state().master == 0
+        admin.set_failover(0, mode="auto", paused=False)
+        wait_until(lambda: master(group) == 1, what="the switch")
+
+
+def test_a_slave_that_is_not_in_sync_and_a_learner_never_take_over(group: Group) -> None:
+    topic = a_sync_topic(group, partitions=1)
+    slave, _learner = group.add_slave(), group.add_slave(learner=True)
+    group.wait_insync(0, 1)
+    slave.kill()
+    group.wait_insync(0)
+    with group.cluster.producer() as producer:
+        producer.send(topic, b"only at replica 0").result(SLOW_S)
+    group.replicas[0].kill()
+    slave.start()
+    for number in (1, 2):
+        reason = "it is not in the in-sync set"
+        wait_until(lambda one=number: group.replication(one)["failover"].startswith(reason), what=reason)
+    with group.cluster.admin() as admin:
+        described = admin.replicas()[0]
+        assert (described.successor, described.no_successor) == (None, "no other replica is in sync")
+    assert group.state().master == 0
+    group.replicas[0].start()
+    group.wait_insync(0, 1)
+    assert group.read(topic) == [b"only at replica 0"]
+
+
+def test_of_two_slaves_the_preferred_one_takes_over(group: Group) -> None:
+    group.add_slave()
+    group.add_slave()
+    group.wait_insync(0, 1, 2)
+    with group.cluster.admin() as admin:
+        admin.set_failover(0, preferred=2)
+        assert admin.replicas()[0].successor == 2
+        group.lose_master(group.replicas[0].kill, 1, 2)
+        wait_until(lambda: master(group) == 2, what="the switch")
+        group.wait_insync(1, 2, master=2)
+
+
+def test_the_mode_has_errors_that_name_the_next_step(group: Group) -> None:
+    with group.cluster.admin() as admin:
+        assert admin.failover(0).mode == "auto"
+        for wrong, says in (
+            ({"mode": "automatic"}, "failover cannot be 'automatic'"),
+            ({"preferred": 16}, "there is no replica 16"),
+        ):
+            with pytest.raises(ConfigError, match=says) as raised:
+                admin.set_failover(0, **wrong)  # type: ignore[arg-type]
+            assert raised.value.hint
+        with pytest.raises(ConfigError, match="there is no broker 7"):
+            admin.failover(7)
+
+
+def test_both_in_sync_and_both_down_come_back_in_either_order(group: Group) -> None:
+    topic = a_sync_topic(group, partitions=1)
+    group.add_slave()
+    group.wait_insync(0, 1)
+    with group.cluster.producer() as producer:
+        producer.send(topic, b"stays").result(SLOW_S)
+    for first, second in ((0, 1), (1, 0), (0, 1)):
+        for replica in group.replicas:
+            replica.kill()
+        group.replicas[first].start(wait=False)
+        time.sleep(0.5)  # the other order is tried when the first one is already looking
+        group.replicas[second].start(wait=False)
+        wait_until(lambda: has_both(group), what="a master, and both in sync")
+    assert group.read(topic) == [b"stays"]
+
+
+def has_both(group: Group) -> bool:
+    try:
+        return bool(group.replication(master(group)).get("insync") == [0, 1])
+    except ConnectError:  # it is not up yet
+        return False
+
+
+def test_an_operators_promotion_is_in_the_history(group: Group) -> None:
+    group.add_slave()
+    group.wait_insync(0, 1)
+    group.promote(1)
+    wait_until(lambda: switches(group), what="the list of switches")
+    (switch,) = switches(group)
+    assert (switch.was, switch.now, switch.cause, switch.is_automatic) == (0, 1, "an operator's command", False)
+    with pytest.raises(Fenced):
+        group.promote_once(1)
+    assert len(switches(group)) == 1
