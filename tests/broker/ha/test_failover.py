@@ -124,9 +124,8 @@ def test_a_slave_that_is_not_in_sync_and_a_learner_never_take_over(group: Group)
         producer.send(topic, b"only at replica 0").result(SLOW_S)
     group.replicas[0].kill()
     slave.start()
-    for number in (1, 2):
-        reason = "it is not in the in-sync set"
-        wait_until(lambda one=number: group.replication(one)["failover"].startswith(reason), what=reason)
+    reason = "it is not in the in-sync set"
+    wait_until(lambda: all(group.replication(one)["failover"].startswith(reason) for one in (1, 2)), what=reason)
     with group.cluster.admin() as admin:
         described = admin.replicas()[0]
         assert (described.successor, described.no_successor) == (None, "no other replica is in sync")
