@@ -6,6 +6,9 @@ short (metamq.broker.front_door.request_memory). If a client does not read, its 
 buffer of the transport is above its mark, the broker begins no request of the client, answers no long poll, and reads
 no bytes.
 
+Each request gets one answer. A PUT is answered when each of its batches is stored as its topic asks, perhaps after an
+fsync; a GET when its fetch session has data, or its long poll ends; OFFSETS in slices; the others at once.
+
 A client that holds memory must make progress. It must continue a frame that it has begun. It must read answers if a
 request waits for that, or if the memory of all answers is used up (metamq.broker.front_door.answer_memory). sweep()
 looks at all connections at intervals, and closes a connection without progress in two intervals; so no frame needs a
@@ -22,12 +25,12 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from metamq.broker.front_door.admission import Admission, ConnectionFate
-from metamq.broker.front_door.fetch_session import FetchSession
+from metamq.broker.front_door.fetch_session import FetchSession, ReplicaReadRole
 from metamq.broker.front_door.slices import SlicedWork, Slices
 from metamq.broker.log.disk.files import descriptors_max
 from metamq.errors import MetamqError, ProtocolError
@@ -39,10 +42,8 @@ from metamq.wire.frames import Buffer, Packed
 
 if TYPE_CHECKING:
     from metamq.broker.front_door.answer_memory import AnswerMemory
-    from metamq.broker.front_door.counters import Counters
-    from metamq.broker.front_door.processors import Processors
     from metamq.broker.front_door.request_memory import RequestMemory
-    from metamq.broker.front_door.serving_role import ReplicaReadRole
+    from metamq.broker.front_door.statistics import Counters
     from metamq.broker.ha.connection import HAConnection
     from metamq.broker.ha.service import HAService
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
@@ -61,6 +62,9 @@ SLICED_MAX = 4
 """Requests of a connection in slices. At this number its next request is not begun, and its bytes are not read."""
 
 
+Processor = Callable[[Request, "BrokerProtocol"], None]
+
+
 class Timeouts(NamedTuple):
     """Limits on idle connections, in seconds."""
 
@@ -74,7 +78,8 @@ class Timeouts(NamedTuple):
 class FrontDoor:
     """The parts that all connections of a broker share."""
 
-    processors: Processors
+    processors: Mapping[int, Processor]
+    """The function that carries out each command. It raises the error that answers the request."""
     read_role: ReplicaReadRole
     transactions: TransactionalCommandProcessor
     counters: Counters
@@ -140,9 +145,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._link: tuple[HAConnection, HAService] | None = None
         """The link, if the peer is a slave. The connection is a stream then, and acknowledgements wait for nothing."""
-        role = door.read_role
         self.fetches = FetchSession(
-            role.find, role, self._answer_get, lambda: self._writable, loop, door.answers.available_bytes
+            door.read_role, self._answer_get, lambda: self._writable, loop, door.answers.available_bytes
         )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -299,12 +303,21 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _handle(self, request: Request) -> None:
         self._inflight_bytes += len(request.body)
         try:
-            self._processors.process(request, self)
+            self._processor_of(request)(request, self)
         except MetamqError as error:
             self.answer_error(request, error)
         except Exception as error:  # a bug here: the client gets an error, the others are served
             log.exception("request %d of %s, command %d, failed", request.opaque, self.peer, request.command)
             self.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
+
+    def _processor_of(self, request: Request) -> Processor:
+        processor = self._processors.get(request.command)
+        if processor is None:
+            known = ", ".join(f"{command} {Command(command).name}" for command in self._processors)
+            raise ProtocolError(f"command {request.command} is not known to this broker", hint=f"It knows {known}.")
+        if request.body and request.command not in (Command.PUT, Command.TX):
+            raise ProtocolError(f"{Command(request.command).name} has no body, got {len(request.body):,} bytes")
+        return processor
 
     def answer(self, request: Request, header: Any) -> None:
         """Answers `request` unless the connection is closed."""

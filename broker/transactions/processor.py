@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from metamq.broker.log.disk.files import SHORTAGES
-from metamq.broker.transactions.commits import CommitApplier, key_of
+from metamq.broker.transactions.commits import CommitApplier
 from metamq.broker.transactions.journal import (
     TOPIC,
     TOPIC_ID,
@@ -553,7 +553,7 @@ class TransactionalCommandProcessor:
             return (None, 0) if is_journal else (0, None)
         if is_journal:
             return None, needed_lsn
-        if not found.is_needed(key_of(partition)):
+        if not found.is_needed(partition.key):
             return None, None
         return self._guards.keep_from(found.mark, partition, generation), None
 

@@ -20,7 +20,7 @@ from metamq.broker.ha.client import HAClient
 from metamq.broker.ha.connection import HAConnection
 from metamq.broker.ha.insync import Change
 from metamq.broker.ha.service import HAService, HASettings
-from metamq.broker.log import FileCache
+from metamq.broker.log.disk.files import FileCache
 from metamq.errors import ClosedError, ConfigError, CorruptData, Fenced, MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.batch import read_header
