@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.data_folder import DataFolder
     from metamq.broker.data.partition import BatchIds, Partition
     from metamq.broker.data.topics import Topics
-    from metamq.broker.front_door.puts import Answering
+    from metamq.broker.front_door.protocol import BrokerProtocol
     from metamq.broker.ha.role import ReplicaStatus
     from metamq.broker.transactions.term import Figures
     from metamq.wire.batch import BatchHeader
@@ -93,7 +93,7 @@ class StatsProcessor:
         self._transactions = transactions
         self._scrub = scrub
 
-    def stats(self, request: Request, connection: Answering) -> None:
+    def stats(self, request: Request, connection: BrokerProtocol) -> None:
         """Answers a STATS with one page of partitions. Raises ProtocolError."""
         start = Stats("", 0) if request.header is None else unpack(Stats, request.header)
         page, following = page_of(self._topics.open, start, STATS_PARTITIONS_MAX)

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 import metamq
 from metamq.broker.data.data_folder import LOST_ZOOKEEPER, REMOVED, RIGHT_ZOOKEEPER, DataFolder
 from metamq.broker.data.flusher import Flusher
-from metamq.broker.data.sync_times import Histogram, SyncTimes
 from metamq.broker.data.topics import Topics
 from metamq.broker.front_door.acceptor import Acceptor
 from metamq.broker.front_door.admission import LINGERING_MAX, SLOTS_KEPT
@@ -39,6 +38,7 @@ from metamq.broker.ha.decide_role import RoleKind
 from metamq.broker.log.disk.files import SHORTAGES, FileCache
 from metamq.broker.log_once import LogOnce
 from metamq.broker.process.http import StatusServer
+from metamq.broker.process.metrics import Histogram, SyncTimes
 from metamq.broker.process.parts import make_parts
 from metamq.broker.transactions.followers import Followers
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
