@@ -140,8 +140,7 @@ def _cluster_id(reports: Sequence[FolderReport], export: ClusterExport | None) -
     if len(said) != 1:
         parts = "; ".join(f"{cluster_id}: {', '.join(who)}" for cluster_id, who in sorted(said.items()))
         raise ConfigError(
-            f"the folders and the export are of {len(said)} clusters: {parts}",
-            hint="Restore each cluster separately.",
+            f"the folders and the export are of {len(said)} clusters: {parts}", hint="Restore each cluster separately."
         )
     return next(iter(said))
 

@@ -76,12 +76,7 @@ class Appends:
         return Admitted(master, partition, config, header)
 
     def store(
-        self,
-        role: Role,
-        partition: Partition,
-        batch: memoryview,
-        header: BatchHeader,
-        batch_id: int | None = None,
+        self, role: Role, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None = None
     ) -> Appended:
         """Appends a batch to its log, and gives it to the links to the slaves. Raises as Partition.append."""
         position = partition.log.end_position

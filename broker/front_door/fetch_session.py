@@ -31,12 +31,7 @@ from metamq.wire import status
 from metamq.wire.commands import FilePlace, Get, GetPartition, GetResult, unpack
 from metamq.wire.connection import Request
 from metamq.wire.frames import Buffer
-from metamq.wire.limits import (
-    FETCH_BYTES_MAX,
-    FETCH_PARTITIONS_MAX,
-    FETCH_RESULTS_MAX,
-    FETCH_WAIT_MS_MAX,
-)
+from metamq.wire.limits import FETCH_BYTES_MAX, FETCH_PARTITIONS_MAX, FETCH_RESULTS_MAX, FETCH_WAIT_MS_MAX
 from metamq.zk.names import MAX_NAME_CHARS
 
 if TYPE_CHECKING:

@@ -20,15 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.transactions.commits import CommitApplier
-from metamq.broker.transactions.journal import (
-    TOPIC,
-    TOPIC_ID,
-    Appender,
-    Follower,
-    JournalStore,
-    Written,
-    read_journal,
-)
+from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, Appender, Follower, JournalStore, Written, read_journal
 from metamq.broker.transactions.term import Figures, SessionConnection, TransactionTerm, TxRequest
 from metamq.broker.transactions.upkeep import Guards, Upkeep
 from metamq.errors import (

@@ -38,11 +38,7 @@ from typing import Any, Self
 from kazoo.protocol.states import KazooState
 
 from metamq.errors import ClosedError, ConfigError, ConnectError, MessageTooLarge
-from metamq.zk.errors import (
-    ConnectionLost,
-    NodeExists,
-    NoNode,
-)
+from metamq.zk.errors import ConnectionLost, NodeExists, NoNode
 from metamq.zk.nodes import Create, Node, Op, SetData, Stat
 from metamq.zk.paths import DEFAULT_ROOT, Paths
 from metamq.zk.servers import parse_servers
