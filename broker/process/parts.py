@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.flusher import Flusher
     from metamq.broker.data.topics import Topics
     from metamq.errors import MetamqError
-    from metamq.zk.cluster.brokers import Registration
+    from metamq.zk.cluster.registrations import Registration
     from metamq.zk.session.session import Session
 
 

@@ -55,8 +55,8 @@ from metamq.errors import (
 )
 from metamq.private_files import restrict_process
 from metamq.words import count
-from metamq.zk.cluster.brokers import Registration, cluster_id, known_cluster_id, read_state
-from metamq.zk.cluster.registrations import until_alone
+from metamq.zk.cluster.brokers import cluster_id, known_cluster_id, read_state
+from metamq.zk.cluster.registrations import Registration, until_alone
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.paths import DEFAULT_ROOT

@@ -26,7 +26,8 @@ from metamq.wire import sync
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode
 from metamq.wire.frames import Buffer
-from metamq.zk.cluster.brokers import BrokerAddress, BrokerState, Registration
+from metamq.zk.cluster.brokers import BrokerState
+from metamq.zk.cluster.registrations import BrokerAddress, Registration
 from metamq.zk.cluster.topics import TopicConfig
 
 EPOCH = 4
