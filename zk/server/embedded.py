@@ -184,8 +184,8 @@ class EmbeddedZooKeeper:
             more = f"{MEMORY_VARIABLE}={self._memory_bytes * 2 >> 20}MiB"
             raise MetamqError(
                 f"ZooKeeper ended: its data needs more memory than its {size(self._memory_bytes)}",
-                hint=f"Start it with more, such as {more}: `metamq zookeeper --memory`, `metamq up --zookeeper-memory`. "
-                f"Its data is kept. {self._log_hint()}".rstrip(),
+                hint=f"Start it with more, such as {more}: `metamq zookeeper --memory`, `metamq up "
+                f"--zookeeper-memory`. Its data is kept. {self._log_hint()}".rstrip(),
             )
 
     def _last_words(self) -> str:
