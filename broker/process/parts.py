@@ -98,17 +98,11 @@ def make_parts(
         Command.BRANCHES: transactions.branches,
     }
     door = FrontDoor(
-        table,
-        read_role,
-        transactions,
-        counters,
-        slices,
+        table, read_role, transactions, counters, slices,
         Admission(connections_max, config.connections_per_address_max),
-        RequestMemory(config.request_memory_bytes),
-        AnswerMemory(config.answer_memory_bytes),
-        Timeouts(config.unread_timeout_s, config.idle_timeout_s),
-        lambda: greeting(config.id, ids.epoch),
-    )
+        RequestMemory(config.request_memory_bytes), AnswerMemory(config.answer_memory_bytes),
+        Timeouts(config.unread_timeout_s, config.idle_timeout_s), lambda: greeting(config.id, ids.epoch),
+    )  # fmt: skip
     return BrokerParts(status, transactions, keeper, housekeeping, scrubber, stats, door)
 
 
