@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.parent import follow_parent
-from metamq.broker.process.run import run_broker
+from metamq.broker.process.server import run_broker
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.errors import ConnectError, MetamqError
 

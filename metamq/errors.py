@@ -45,8 +45,6 @@ from __future__ import annotations
 import copy
 from typing import Any, Literal, Self
 
-from metamq.words import count
-
 Outcome = Literal["not_done", "unknown"]
 
 PARTITIONS_NAMED_MAX = 20
@@ -159,7 +157,7 @@ class PartitionNotFound(TopicNotFound):
     ) -> None:
         known = f"It has: {', '.join(partitions)}." if partitions else ""
         if len(partitions) > PARTITIONS_NAMED_MAX:
-            known = f"It has {count(len(partitions), 'partition')}, {partitions[0]} to {partitions[-1]}."
+            known = f"It has {len(partitions):,} partitions, {partitions[0]} to {partitions[-1]}."
         MetamqError.__init__(
             self,
             f"topic {topic!r} has no partition {partition!r}",
@@ -250,7 +248,7 @@ class NotEnoughReplicas(MetamqError):
 
     def __init__(self, what: str, have: int, need: int, *, outcome: Outcome = "not_done") -> None:
         super().__init__(
-            f"{what} has {count(have, 'in-sync replica')}, {need} needed",
+            f"{what} has {have} in-sync replica{'' if have == 1 else 's'}, {need} needed",
             hint="`metamq ha status` shows which replica is missing.",
             outcome=outcome,
         )

@@ -28,9 +28,10 @@ LEFT_OUT = {
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin of its own: a conftest is not asked about what belongs to the session."""
     config.pluginmanager.register(leftovers, "leftovers")
-    # A shell starts what it runs in the background (`./dev test &`) with Ctrl-C ignored, and children inherit that.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # `./dev test &` in a script ignores SIGINT, `nohup ./dev test` SIGHUP; the processes of tests would inherit that.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     zygote.install()
 
 

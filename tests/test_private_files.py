@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.data.data_folder import DataFolder
-from metamq.broker.log import FileCache
+from metamq.broker.log.disk.files import FileCache
 from metamq.client.offsets.offsets_file import FileOffsets
 from metamq.private_files import make_folder, too_open
 from metamq.tx.database.decision_log import DecisionLog

@@ -13,6 +13,9 @@ DEAD_LETTER_SUFFIX = ".dead-letter"
 
 MAX_GROUP_CHARS = MAX_NAME_CHARS - len(DEAD_LETTER_SUFFIX)
 
+OWN = "~"
+"""The first character in the names of a broker's own logs: no topic's name can begin with it."""
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _OUTSIDE = re.compile(r"[^A-Za-z0-9._-]")
 _PARTITION = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
@@ -78,6 +81,15 @@ def _without_dot(kind: str, name: str) -> str:
 def check_consumer(name: str) -> str:
     """Returns `name`. Raises ConfigError if it cannot be a consumer's id."""
     return check_name("consumer id", name)
+
+
+def check_path(path: str, what: str = "a znode path") -> str:
+    """Returns `path`. Raises ConfigError unless it is "/name/name" with plain names; "/" alone is not allowed."""
+    if not path.startswith("/"):
+        raise ConfigError(f"{what}, {path!r}, does not start with '/'", hint='Write it like "/meta".')
+    for name in path[1:].split("/"):
+        check_name(f"a part of {what} ({path})", name)
+    return path
 
 
 def partition_name(broker_id: int, index: int) -> str:

@@ -19,8 +19,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from metamq.errors import ConfigError
-from metamq.zk.names import check_name
+from metamq.zk.names import check_path
 
 DEFAULT_ROOT = "/meta"
 _SLAVE_OFFER = re.compile(r"([0-9]{1,9})-s([0-9]{1,9})")
@@ -133,12 +132,3 @@ def slave_of_offer(name: str) -> tuple[int, int] | None:
     """The (broker id, replica) of a slave's offer; None for a master's offer."""
     match = _SLAVE_OFFER.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
-
-
-def check_path(path: str, what: str = "a znode path") -> str:
-    """Returns `path`. Raises ConfigError unless it is "/name/name" with plain names; "/" alone is not allowed."""
-    if not path.startswith("/"):
-        raise ConfigError(f"{what}, {path!r}, does not start with '/'", hint='Write it like "/meta".')
-    for name in path[1:].split("/"):
-        check_name(f"a part of {what} ({path})", name)
-    return path

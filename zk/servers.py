@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from metamq.errors import ConfigError
-from metamq.zk.paths import check_path
+from metamq.zk.names import check_path
 
 DEFAULT_PORT = 2181
 

@@ -27,7 +27,7 @@ from metamq.threads import start
 
 if TYPE_CHECKING:
     from metamq.broker.data.partition import Partition
-    from metamq.broker.log import FlushTicket
+    from metamq.broker.log.flush import FlushTicket
 
 log = logging.getLogger("metamq.broker")
 

@@ -12,7 +12,11 @@ from metamq.errors import CorruptData, Fenced, MetamqError
 from metamq.wire.batch import BatchHeader, make_batch_id
 
 if TYPE_CHECKING:
-    from metamq.broker.log import FlushTicket, LogConfig, PartitionLog, Search
+    from metamq.broker.log.config import LogConfig
+    from metamq.broker.log.disk.times import Search
+    from metamq.broker.log.flush import FlushTicket
+    from metamq.broker.log.partition_log import PartitionLog
+    from metamq.tx.store.records import Key
 
 Done = Callable[[MetamqError | None], None]
 
@@ -111,6 +115,11 @@ class Partition:
         """Number of cuts and resets of this log."""
         self.needed_offset = UNBOUND
         """The highest offset where a master lets a slave's copy begin: later messages depend on it."""
+
+    @property
+    def key(self) -> Key:
+        """The partition in records of transactions."""
+        return self.topic, self.topic_id, self.index
 
     def append(self, batch: memoryview, header: BatchHeader, ids: BatchIds, batch_id: int | None = None) -> Appended:
         """Stores a batch, or finds the stored one that it repeats. Takes the next id, unless `batch_id` is given.

@@ -42,13 +42,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from metamq.broker.data.topics import OWN
 from metamq.errors import ConfigError, MetamqError
 from metamq.words import count
 from metamq.zk.cluster.brokers import BrokerState, state_json
 from metamq.zk.cluster.cluster_nodes import CLIENTS, HAD_SLAVES, TOPICS, ClusterExport
 from metamq.zk.cluster.topics import TopicConfig, from_json, to_json
-from metamq.zk.names import parse_partition
+from metamq.zk.names import OWN, parse_partition
 
 if TYPE_CHECKING:
     from metamq.broker.data.folder_report import FolderReport, LogReport, Place
@@ -141,8 +140,7 @@ def _cluster_id(reports: Sequence[FolderReport], export: ClusterExport | None) -
     if len(said) != 1:
         parts = "; ".join(f"{cluster_id}: {', '.join(who)}" for cluster_id, who in sorted(said.items()))
         raise ConfigError(
-            f"the folders and the export are of {len(said)} clusters: {parts}",
-            hint="Restore each cluster separately.",
+            f"the folders and the export are of {len(said)} clusters: {parts}", hint="Restore each cluster separately."
         )
     return next(iter(said))
 

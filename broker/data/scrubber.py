@@ -22,17 +22,18 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from metamq.broker.data.topics import OWN, Topics
 from metamq.broker.log.disk.files import no_descriptor
 from metamq.broker.log.disk.scan import damaged
 from metamq.broker.log.scrub import Walk
 from metamq.broker.log_once import LogOnce
 from metamq.errors import CorruptData, MetamqError
 from metamq.threads import start_pool
+from metamq.zk.names import OWN
 
 if TYPE_CHECKING:
     from metamq.broker.config import BrokerConfig
     from metamq.broker.data.partition import Partition
+    from metamq.broker.data.topics import Topics
     from metamq.broker.log.disk.segments import Segment
 
 log = logging.getLogger("metamq.broker")

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 
 from metamq.broker.data import topic_settings
 from metamq.broker.data.partition import Partition
-from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog, set_aside
+from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.disk.derived import remove_orphans
-from metamq.broker.log.disk.files import SHORTAGES
-from metamq.broker.log.fresh import is_half_made
+from metamq.broker.log.disk.files import SHORTAGES, FileCache
+from metamq.broker.log.fresh import is_half_made, set_aside
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.log_once import LogOnce
 from metamq.errors import (
     ConfigError,
@@ -37,7 +38,7 @@ from metamq.threads import start_pool
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.words import count
 from metamq.zk.cluster.topics import FlushEvery, TopicConfig
-from metamq.zk.names import partition_name
+from metamq.zk.names import OWN, partition_name
 
 if TYPE_CHECKING:
     from metamq.broker.data.data_folder import DataFolder, TopicFolder
@@ -71,8 +72,6 @@ MISSING_HINT = (
 )
 FORGET_HINT = ", and `metamq log forget` begins an empty log"
 """The text after `MISSING_HINT` for a topic of users."""
-OWN = "~"
-"""The first character in the names of a broker's own logs: no topic's name can begin with it."""
 
 
 class Topics:
@@ -120,6 +119,12 @@ class Topics:
             hint = f"It has {known} at broker {self._broker_id}."
             raise PartitionNotFound(topic, partition_name(self._broker_id, index), hint=hint)
         return partition
+
+    def find_for_clients(self, topic: str, topic_id: str, index: int) -> Partition:
+        """A partition that clients may read and write. Raises as find(), and CorruptData."""
+        if topic.startswith(OWN):
+            raise TopicNotFound(topic)
+        return self.find(topic, topic_id, index)
 
     def is_gone(self, topic: str, topic_id: str) -> bool:
         """True if a topic was deleted permanently, or made again under another id."""

@@ -12,20 +12,14 @@ time, until the memory is within the budget again.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from metamq.broker.front_door.protocol import BrokerProtocol
+
 
 ABOVE_BYTES_LEAST = 64 * 1024 * 1024
 """The least distance from the budget to the ceiling, in bytes: some of the largest batches must fit in between."""
-
-
-class Holder(Protocol):
-    """A connection with unread answers."""
-
-    def count_unread(self) -> int:
-        """Counts its unread bytes, and passes their memory to AnswerMemory.holds(). Returns the bytes."""
-
-    def give_up(self) -> None:
-        """Closes the connection. It holds no memory from now on."""
 
 
 class AnswerMemory:
@@ -38,7 +32,7 @@ class AnswerMemory:
         """The number of connections that were closed because they made no progress."""
         self.held_bytes = 0
         """The memory of all unread answers, also below the marks. Each connection's share is as of its last count."""
-        self._held: dict[Holder, int] = {}
+        self._held: dict[BrokerProtocol, int] = {}
         """The share of each connection. The first connection has read nothing for the longest time."""
 
     @property
@@ -59,7 +53,7 @@ class AnswerMemory:
         """Counts a new size of a connection's buffer."""
         self.used_bytes += after - before
 
-    def holds(self, holder: Holder, held_bytes: int, *, has_read: bool) -> None:
+    def holds(self, holder: BrokerProtocol, held_bytes: int, *, has_read: bool) -> None:
         """Notes a connection's share. `has_read`: its client has read something since the last count."""
         if has_read or not held_bytes:
             self.held_bytes -= self._held.pop(holder, 0)
@@ -67,7 +61,7 @@ class AnswerMemory:
             self.held_bytes += held_bytes - self._held.get(holder, 0)
             self._held[holder] = held_bytes
 
-    def keep_below_ceiling(self, writer: Holder) -> None:
+    def keep_below_ceiling(self, writer: BrokerProtocol) -> None:
         """Closes connections if the memory is above the ceiling, but not `writer`, which has just got an answer."""
         if self.held_bytes <= self.ceiling_bytes:
             return

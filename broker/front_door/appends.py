@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.broker.front_door.serving_role import find_for_clients
 from metamq.broker.ha.role import MasterRole, ReplicaStatus, Role
 from metamq.errors import CorruptData, DiskFull, MessageTooLarge, ProtocolError
 from metamq.tx.store.records import BodyPlace
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.flusher import Flusher
     from metamq.broker.data.partition import Appended, BatchIds, Done, Partition
     from metamq.broker.data.topics import Topics
-    from metamq.broker.front_door.counters import Counters
+    from metamq.broker.front_door.statistics import Counters
     from metamq.wire.commands import PutEntry
     from metamq.zk.cluster.topics import TopicConfig
 
@@ -65,7 +64,7 @@ class Appends:
     def admitted(self, entry: PutEntry, batch: memoryview) -> Admitted:
         """Checks a client's batch. Raises the reason why it is not stored now."""
         master = self._status.writing_master()
-        partition = find_for_clients(self._topics, entry.topic, entry.topic_id, entry.partition)
+        partition = self._topics.find_for_clients(entry.topic, entry.topic_id, entry.partition)
         config = self._topics.config(entry.topic)
         master.transfer.admit(config)
         limit = config.max_message_bytes
@@ -77,12 +76,7 @@ class Appends:
         return Admitted(master, partition, config, header)
 
     def store(
-        self,
-        role: Role,
-        partition: Partition,
-        batch: memoryview,
-        header: BatchHeader,
-        batch_id: int | None = None,
+        self, role: Role, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None = None
     ) -> Appended:
         """Appends a batch to its log, and gives it to the links to the slaves. Raises as Partition.append."""
         position = partition.log.end_position

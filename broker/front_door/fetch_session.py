@@ -23,45 +23,24 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from metamq.broker.data.partition import Partition
+from metamq.broker.ha.role import MasterRole, ReplicaStatus
 from metamq.errors import CorruptData, Fenced, MetamqError, OffsetDiverged, OffsetOutOfRange, ProtocolError
 from metamq.wire import status
 from metamq.wire.commands import FilePlace, Get, GetPartition, GetResult, unpack
 from metamq.wire.connection import Request
 from metamq.wire.frames import Buffer
-from metamq.wire.limits import (
-    FETCH_BYTES_MAX,
-    FETCH_PARTITIONS_MAX,
-    FETCH_RESULTS_MAX,
-    FETCH_WAIT_MS_MAX,
-)
+from metamq.wire.limits import FETCH_BYTES_MAX, FETCH_PARTITIONS_MAX, FETCH_RESULTS_MAX, FETCH_WAIT_MS_MAX
 from metamq.zk.names import MAX_NAME_CHARS
 
 if TYPE_CHECKING:
-    from metamq.broker.log import FilePart, PartitionLog
+    from metamq.broker.data.partition import Partition
+    from metamq.broker.data.topics import Topics
+    from metamq.broker.log.partition_log import PartitionLog
+    from metamq.broker.log.store import FilePart
 
-Find = Callable[[str, str, int], Partition]
 Answer = Callable[[Request, list[GetResult], list[Buffer]], None]
-
-
-class ServingRole(Protocol):
-    """The role of this replica."""
-
-    @property
-    def is_master(self) -> bool:
-        """True if only this replica knows the ends of its logs for certain."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of its logs."""
-
-    def preferred_replica(self, partition: Partition, position: int) -> int:
-        """Returns the replica that a reader at this byte asks next; -1 is this one."""
-
-    def found_damage(self, partition: Partition, error: CorruptData) -> None:
-        """Reports a log that could not be read."""
 
 
 UNWRITABLE_RETRY_S = 0.05
@@ -69,6 +48,47 @@ IN_PLACE_BYTES_MIN = 128 * 1024
 """Smaller parts are sent: the reader would need more time to open the file and read it."""
 PLENTY_BYTES = 1 << 64
 """More than `bytes_min` can ask for."""
+
+
+class ReplicaReadRole:
+    """The role of this replica as readers see it. Used by the broker's loop only."""
+
+    def __init__(self, status: ReplicaStatus, topics: Topics, far_bytes: int) -> None:
+        """`far_bytes`: readers further behind the end are sent to a slave; 0: none is."""
+        self._status = status
+        self._topics = topics
+        self._far_bytes = far_bytes
+
+    @property
+    def is_master(self) -> bool:
+        """True if this replica is the master."""
+        return isinstance(self._status.role, MasterRole)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the logs here."""
+        return self._status.role.followed_epoch
+
+    def not_master(self) -> Fenced:
+        """Returns the refusal of a request that only a master serves. This replica is not the master."""
+        role = self._status.role
+        assert not isinstance(role, MasterRole)
+        return role.refusal.with_traceback(None)
+
+    def find(self, topic: str, topic_id: str, index: int) -> Partition:
+        """See Topics.find_for_clients."""
+        return self._topics.find_for_clients(topic, topic_id, index)
+
+    def preferred_replica(self, partition: Partition, position: int) -> int:
+        """Returns the replica that a reader at this byte asks next; -1 is this one."""
+        return self._status.role.preferred_replica(partition, position, self._far_bytes)
+
+    def found_damage(self, partition: Partition, error: CorruptData) -> None:
+        """Reports a damaged log: a slave copies it again, a master serves the rest of it and logs the damage."""
+        if self.is_master:
+            self._topics.has_damage(partition, error)
+        else:
+            self._topics.is_damaged(partition, error)
 
 
 class _Place:
@@ -150,15 +170,13 @@ class FetchSession:
 
     def __init__(
         self,
-        find: Find,
-        role: ServingRole,
+        role: ReplicaReadRole,
         answer: Answer,
         writable: Callable[[], bool],
         loop: asyncio.AbstractEventLoop,
         available_bytes: Callable[[int], int] = lambda wanted: wanted,
     ) -> None:
         self.role = role
-        self._find = find
         self._answer = answer
         self._writable = writable
         self._available_bytes = available_bytes
@@ -246,7 +264,7 @@ class FetchSession:
         """Finds the partition. A missing one is looked up again later: its topic may be new."""
         entry = place.entry
         try:
-            place.partition, place.error = self._find(entry.topic, entry.topic_id, entry.partition), None
+            place.partition, place.error = self.role.find(entry.topic, entry.topic_id, entry.partition), None
         except MetamqError as error:
             place.error = error.with_traceback(None)  # a traceback keeps the request in memory
 
@@ -379,7 +397,7 @@ class FetchSession:
         self._places.clear()
 
 
-def parted(partition: Partition, offset: int, epoch: int, role: ServingRole) -> tuple[bool, MetamqError | None]:
+def parted(partition: Partition, offset: int, epoch: int, role: ReplicaReadRole) -> tuple[bool, MetamqError | None]:
     """Compares a reader's last message, by offset and epoch, with this log.
 
     Returns (True, None) if the log has that message, (True, error) if reader and log have parted, and (False, None) if

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
-from metamq.broker.front_door.fetch_session import parted
+from metamq.broker.front_door.fetch_session import ReplicaReadRole, parted
 from metamq.broker.front_door.slices import SlicedWork, Slices
 from metamq.errors import MetamqError, Timeout
 from metamq.wire import status
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.partition import Partition
     from metamq.broker.data.topics import Topics
     from metamq.broker.front_door.protocol import BrokerProtocol
-    from metamq.broker.front_door.serving_role import ReplicaReadRole
-    from metamq.broker.log import Search
+    from metamq.broker.log.disk.times import Search
     from metamq.wire.connection import Request
 
 log = logging.getLogger("metamq.broker")

@@ -6,6 +6,9 @@ short (metamq.broker.front_door.request_memory). If a client does not read, its 
 buffer of the transport is above its mark, the broker begins no request of the client, answers no long poll, and reads
 no bytes.
 
+Each request gets one answer. A PUT is answered when each of its batches is stored as its topic asks, perhaps after an
+fsync; a GET when its fetch session has data, or its long poll ends; OFFSETS in slices; the others at once.
+
 A client that holds memory must make progress. It must continue a frame that it has begun. It must read answers if a
 request waits for that, or if the memory of all answers is used up (metamq.broker.front_door.answer_memory). sweep()
 looks at all connections at intervals, and closes a connection without progress in two intervals; so no frame needs a
@@ -22,12 +25,12 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from metamq.broker.front_door.admission import Admission, ConnectionFate
-from metamq.broker.front_door.fetch_session import FetchSession
+from metamq.broker.front_door.fetch_session import FetchSession, ReplicaReadRole
 from metamq.broker.front_door.slices import SlicedWork, Slices
 from metamq.broker.log.disk.files import descriptors_max
 from metamq.errors import MetamqError, ProtocolError
@@ -39,10 +42,8 @@ from metamq.wire.frames import Buffer, Packed
 
 if TYPE_CHECKING:
     from metamq.broker.front_door.answer_memory import AnswerMemory
-    from metamq.broker.front_door.counters import Counters
-    from metamq.broker.front_door.processors import Processors
     from metamq.broker.front_door.request_memory import RequestMemory
-    from metamq.broker.front_door.serving_role import ReplicaReadRole
+    from metamq.broker.front_door.statistics import Counters
     from metamq.broker.ha.connection import HAConnection
     from metamq.broker.ha.service import HAService
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
@@ -61,6 +62,9 @@ SLICED_MAX = 4
 """Requests of a connection in slices. At this number its next request is not begun, and its bytes are not read."""
 
 
+Processor = Callable[[Request, "BrokerProtocol"], None]
+
+
 class Timeouts(NamedTuple):
     """Limits on idle connections, in seconds."""
 
@@ -74,7 +78,8 @@ class Timeouts(NamedTuple):
 class FrontDoor:
     """The parts that all connections of a broker share."""
 
-    processors: Processors
+    processors: Mapping[int, Processor]
+    """The function that carries out each command. It raises the error that answers the request."""
     read_role: ReplicaReadRole
     transactions: TransactionalCommandProcessor
     counters: Counters
@@ -92,16 +97,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     """One connection. The server makes it when it accepts a client."""
 
     def __init__(self, door: FrontDoor, loop: asyncio.AbstractEventLoop) -> None:
-        self._admission = door.admission
-        self._answers = door.answers
-        self._timeouts = door.timeouts
-        self._processors = door.processors
-        self._slices = door.slices
-        self._counters = door.counters
-        self._transactions = door.transactions
-        self._memory = door.requests
-        self._connections = door.connections
-        self._greeting = door.greeting
+        self._door = door
         self._loop = loop
         self._writable = True
         self._reading_paused = False
@@ -140,9 +136,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._link: tuple[HAConnection, HAService] | None = None
         """The link, if the peer is a slave. The connection is a stream then, and acknowledgements wait for nothing."""
-        role = door.read_role
         self.fetches = FetchSession(
-            role.find, role, self._answer_get, lambda: self._writable, loop, door.answers.available_bytes
+            door.read_role, self._answer_get, lambda: self._writable, loop, door.answers.available_bytes
         )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -152,11 +147,11 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         self.fetches.is_near = are_near(peer, transport.get_extra_info("sockname"))
-        self._connection = ServerConnection(self.peer, self._greeting(), self._memory.rooms.take)
-        self._connections.add(self)
+        self._connection = ServerConnection(self.peer, self._door.greeting(), self._door.requests.rooms.take)
+        self._door.connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
         self._address = str(peer[0]) if isinstance(peer, tuple) else ""
-        self._place = self._admission.enter(self._address)
+        self._place = self._door.admission.enter(self._address)
         if self._place is ConnectionFate.CLOSED:
             self.abort()
         elif self._place is ConnectionFate.REFUSED:
@@ -164,7 +159,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _turn_away(self) -> None:
         """Sends the reason, and closes when the client has read it."""
-        refusal = self._admission.refusal(self._address)
+        refusal = self._door.admission.refusal(self._address)
         log.warning("%s is refused: %s The limit on open files is %d.", self.peer, refusal, descriptors_max())
         self._write(self._connection.refusal(refusal))
         self._connection.close()
@@ -188,13 +183,13 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                     self._suspect = False
                     self._greeted_at = math.inf
                     if self._place is ConnectionFate.KEPT and event.command not in FOR_OPERATORS:
-                        raise self._admission.refusal(self._address)
+                        raise self._door.admission.refusal(self._address)
                     if self._link is not None and event.opaque == PUSHED:
                         self._link_received(event.unpacked())
                         continue
                     self._waiting.append(event)
                     if event.body:
-                        self._memory.take(len(event.body))
+                        self._door.requests.take(len(event.body))
                 else:
                     self._greeted(event)
         except ProtocolError as error:
@@ -207,11 +202,11 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _reserve(self, size: int) -> None:
         """Reserves memory for a large frame that has begun. At its end (0) its body is counted separately."""
         if not self._granted:
-            self._memory.withdraw(self)
+            self._door.requests.withdraw(self)
         elif self._large_bytes:
-            self._memory.release(self._large_bytes)
+            self._door.requests.release(self._large_bytes)
         self._large_bytes = size
-        self._granted = not size or self._memory.reserve(size, self)
+        self._granted = not size or self._door.requests.reserve(size, self)
 
     def granted(self) -> None:
         """Goes on with the large frame: its memory is reserved."""
@@ -229,7 +224,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _work(self) -> None:
         """Begins received requests, while their answers can be written."""
-        while self._waiting and self._unpacking is None and self._writable and self._slices.of(self) < SLICED_MAX:
+        while self._waiting and self._unpacking is None and self._writable and self._door.slices.of(self) < SLICED_MAX:
             request = self._waiting.popleft()
             if isinstance(request.header, Packed):
                 self._unpack_later(request)
@@ -247,7 +242,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._unpacking = request
         work = SlicedWork()
         work.steps = self._unpack(request)
-        self._slices.add(self, work)
+        self._door.slices.add(self, work)
 
     def _unpack(self, request: Request) -> Generator[None, None, None]:
         self._unpacking = None
@@ -262,7 +257,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _give_up_waiting(self) -> None:
         while self._waiting:
-            self._memory.release(len(self._waiting.pop().body))
+            self._door.requests.release(len(self._waiting.pop().body))
 
     def has_less_to_do(self) -> None:
         """Goes on with waiting requests: one request in slices is done."""
@@ -287,7 +282,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             or self._unpacking is not None
             or not self._writable
             or self._inflight_bytes > inflight_max
-            or (self._inflight_bytes > 0 and self._memory.scarce and not self._large_bytes)
+            or (self._inflight_bytes > 0 and self._door.requests.scarce and not self._large_bytes)
         )
         if pause and not self._reading_paused:
             self._suspect = False  # the client cannot make progress now
@@ -299,12 +294,21 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _handle(self, request: Request) -> None:
         self._inflight_bytes += len(request.body)
         try:
-            self._processors.process(request, self)
+            self._processor_of(request)(request, self)
         except MetamqError as error:
             self.answer_error(request, error)
         except Exception as error:  # a bug here: the client gets an error, the others are served
             log.exception("request %d of %s, command %d, failed", request.opaque, self.peer, request.command)
             self.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
+
+    def _processor_of(self, request: Request) -> Processor:
+        processor = self._door.processors.get(request.command)
+        if processor is None:
+            known = ", ".join(f"{command} {Command(command).name}" for command in self._door.processors)
+            raise ProtocolError(f"command {request.command} is not known to this broker", hint=f"It knows {known}.")
+        if request.body and request.command not in (Command.PUT, Command.TX):
+            raise ProtocolError(f"{Command(request.command).name} has no body, got {len(request.body):,} bytes")
+        return processor
 
     def answer(self, request: Request, header: Any) -> None:
         """Answers `request` unless the connection is closed."""
@@ -319,13 +323,13 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _answer_get(self, request: Request, results: list[GetResult], bodies: list[Buffer]) -> None:
         self._done(request)
-        self._counters.fetched(results)
+        self._door.counters.fetched(results)
         self._write(self._connection.respond(request, results, bodies))
 
     def _done(self, request: Request) -> None:
         if request.body:
             self._inflight_bytes -= len(request.body)
-            self._memory.release(len(request.body))
+            self._door.requests.release(len(request.body))
             if self._reading_paused:
                 self._regulate()
 
@@ -374,7 +378,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._written_bytes += self._answer_bytes
             self._transport.writelines(buffers)
             self.count_unread()
-            self._answers.keep_below_ceiling(self)
+            self._door.answers.keep_below_ceiling(self)
 
     def count_unread(self) -> int:
         """Returns the number of unread bytes, and passes it to the memory of answers.
@@ -384,7 +388,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """
         unread_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
         counted_bytes = 0 if self._writable else unread_bytes
-        self._answers.changed(self._counted_bytes, counted_bytes)
+        self._door.answers.changed(self._counted_bytes, counted_bytes)
         self._counted_bytes = counted_bytes
         is_held = self._transport is not None and not self._transport.is_closing() and self._link is None
         read_bytes = self._written_bytes - unread_bytes
@@ -392,7 +396,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._empty_at_bytes = self._written_bytes
         # An answer stays in memory whole until its last byte is sent.
         held_bytes = min(unread_bytes + self._answer_bytes, self._written_bytes - self._empty_at_bytes)
-        self._answers.holds(self, held_bytes if is_held else 0, has_read=read_bytes > self._read_bytes)
+        self._door.answers.holds(self, held_bytes if is_held else 0, has_read=read_bytes > self._read_bytes)
         self._read_bytes = read_bytes
         return unread_bytes
 
@@ -425,21 +429,21 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if reads:
             self._sent_at = now
         if not self._writable:
-            stalled = not reads and (self._large_bytes > 0 or bool(self._waiting) or self._answers.is_scarce)
+            stalled = not reads and (self._large_bytes > 0 or bool(self._waiting) or self._door.answers.is_scarce)
         else:
             stalled = self._connection.in_frame and not self._reading_paused and self._received_bytes < STALL_BYTES
         self._received_bytes, self._sent_bytes = 0, sent_bytes
         if stalled and self._suspect:
             self._drop("has left a request half done, or an answer unread, and does not continue")
-        elif now - self._sent_at > self._timeouts.unread_s:
+        elif now - self._sent_at > self._door.timeouts.unread_s:
             self._drop(f"has left {unsent_bytes:,} bytes unread for {now - self._sent_at:.0f} s")
-        elif self._timeouts.idle_s and now - self._greeted_at > self._timeouts.idle_s:
+        elif self._door.timeouts.idle_s and now - self._greeted_at > self._door.timeouts.idle_s:
             self._drop(f"has asked for nothing in {now - self._greeted_at:.0f} s")
         self._suspect = stalled
 
     def _drop(self, reason: str) -> None:
         log.warning("%s %s: closed", self.peer, reason)
-        self._answers.stalled += 1
+        self._door.answers.stalled += 1
         self.abort()
 
     def eof_received(self) -> bool:
@@ -448,7 +452,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self.count_unread()
-        self._admission.leave(self._address)
+        self._door.admission.leave(self._address)
         self._deadline.cancel()
         self._reserve(0)
         if self._unpacking is not None:
@@ -456,9 +460,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._give_up_waiting()
         self._connection.close()  # now: this object is in a cycle, and a part of a frame may be large
         self.fetches.close()
-        self._connections.discard(self)
-        self._slices.drop(self)
-        self._transactions.connection_lost(self)
+        self._door.connections.discard(self)
+        self._door.slices.drop(self)
+        self._door.transactions.connection_lost(self)
         if self._link is not None:
             link, service = self._link
             service.closed_by_slave(link, str(exc) if exc else "it closed the connection")

@@ -6,7 +6,7 @@ Each batch of a PUT succeeds or fails by itself. The PUT is answered when the la
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from metamq.errors import MetamqError, ProtocolError, StorageError
 from metamq.wire import status
@@ -15,17 +15,11 @@ from metamq.wire.commands import PutEntry, PutResult, unpack_list
 if TYPE_CHECKING:
     from metamq.broker.data.flusher import Flusher
     from metamq.broker.front_door.appends import Appends
+    from metamq.broker.front_door.protocol import BrokerProtocol
     from metamq.broker.ha.role import ReplicaStatus
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
     from metamq.broker.transactions.term import SessionConnection
     from metamq.wire.connection import Request
-
-
-class Answering(Protocol):
-    """The connection of a request."""
-
-    def answer(self, request: Request, header: Any) -> None:
-        """Answers the request."""
 
 
 class PutProcessor:
@@ -36,7 +30,7 @@ class PutProcessor:
         self._flusher = flusher
         self._failed = failed
 
-    def put(self, request: Request, connection: Answering) -> None:
+    def put(self, request: Request, connection: BrokerProtocol) -> None:
         """Stores the batches of a PUT. Raises ProtocolError if the PUT itself is wrong."""
         entries = unpack_list(PutEntry, request.header)
         if not entries:
@@ -68,7 +62,7 @@ class PendingPut:
 
     __slots__ = ("_connection", "_left", "_request", "_results")
 
-    def __init__(self, request: Request, connection: Answering, count: int) -> None:
+    def __init__(self, request: Request, connection: BrokerProtocol, count: int) -> None:
         self._request = request
         self._connection = connection
         self._left = set(range(count))

@@ -1,27 +1,71 @@
-"""StatsProcessor: carries out STATS, and gives the same figures to metrics."""
+"""The counters of a broker, and StatsProcessor: it carries out STATS, and gives the same figures to metrics."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import metamq
-from metamq.broker.data.topics import OWN, Topics
 from metamq.wire.commands import Stats, unpack
 from metamq.wire.limits import STATS_PARTITIONS_MAX
+from metamq.zk.names import OWN
 
 if TYPE_CHECKING:
     from metamq.broker.data.data_folder import DataFolder
     from metamq.broker.data.partition import BatchIds, Partition
-    from metamq.broker.front_door.counters import Counters
-    from metamq.broker.front_door.puts import Answering
+    from metamq.broker.data.topics import Topics
+    from metamq.broker.front_door.protocol import BrokerProtocol
     from metamq.broker.ha.role import ReplicaStatus
     from metamq.broker.transactions.term import Figures
+    from metamq.wire.batch import BatchHeader
+    from metamq.wire.commands import GetResult
     from metamq.wire.connection import Request
 
 DAMAGED_MAX = 10
 """Partitions whose damage one answer describes."""
+
+
+class Counters:
+    """Totals since the start of the broker, which only grow. They count per batch and answer, never per message."""
+
+    def __init__(self) -> None:
+        self.messages_in: dict[str, int] = defaultdict(int)
+        self.bytes_in: dict[str, int] = defaultdict(int)
+        self.batches_in: dict[str, int] = defaultdict(int)
+        self.bytes_out = 0
+        self.fetches = 0
+        self.repeats = 0
+
+    def appended(self, topic: str, header: BatchHeader, repeated: bool) -> None:
+        """Counts a stored batch, or a batch that came again."""
+        if repeated:
+            self.repeats += 1
+            return
+        self.messages_in[topic] += header.count
+        self.bytes_in[topic] += header.size
+        self.batches_in[topic] += 1
+
+    def fetched(self, results: list[GetResult]) -> None:
+        """Counts an answered GET."""
+        self.fetches += 1
+        self.bytes_out += sum(result.size for result in results if result.file is None)
+
+    def snapshot(self, topics: Collection[str] | None = None) -> dict[str, Any]:
+        """Returns all counters as plain values, for these topics only if `topics` is given."""
+
+        def of(counts: Mapping[str, int]) -> dict[str, int]:
+            return dict(counts) if topics is None else {t: counts[t] for t in topics if t in counts}
+
+        return {
+            "messages_in": of(self.messages_in),
+            "bytes_in": of(self.bytes_in),
+            "batches_in": of(self.batches_in),
+            "bytes_out": self.bytes_out,
+            "fetches": self.fetches,
+            "repeats": self.repeats,
+        }
 
 
 class StatsProcessor:
@@ -49,7 +93,7 @@ class StatsProcessor:
         self._transactions = transactions
         self._scrub = scrub
 
-    def stats(self, request: Request, connection: Answering) -> None:
+    def stats(self, request: Request, connection: BrokerProtocol) -> None:
         """Answers a STATS with one page of partitions. Raises ProtocolError."""
         start = Stats("", 0) if request.header is None else unpack(Stats, request.header)
         page, following = page_of(self._topics.open, start, STATS_PARTITIONS_MAX)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.partition import Partition
     from metamq.broker.data.topics import Topics
     from metamq.broker.log.replicated import CopyDamaged
-    from metamq.zk.cluster.brokers import BrokerAddress, Registration
+    from metamq.zk.cluster.registrations import BrokerAddress, Registration
 
 log = logging.getLogger("metamq.broker")
 

@@ -139,13 +139,7 @@ class HAConnection:
     """The link of one slave. Used by the broker's loop only. It calls the service."""
 
     def __init__(
-        self,
-        service: HAService,
-        wire: Wire,
-        join: sync.Join,
-        *,
-        loop: asyncio.AbstractEventLoop,
-        flow: FlowMonitor,
+        self, service: HAService, wire: Wire, join: sync.Join, *, loop: asyncio.AbstractEventLoop, flow: FlowMonitor
     ) -> None:
         self.replica = join.replica
         self.member = join.replica, join.incarnation

@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.errors import Fenced
-from metamq.zk.cluster.brokers import Registration, StateAt, known, next_term
+from metamq.zk.cluster.brokers import StateAt, known, next_term
 from metamq.zk.cluster.epochs import KnownState, taken_back
+
+if TYPE_CHECKING:
+    from metamq.zk.cluster.registrations import Registration
 
 
 class RoleKind(enum.Enum):

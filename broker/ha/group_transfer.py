@@ -12,31 +12,20 @@ at the same time, in each partition in the order of its log. No code polls.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from metamq.errors import Fenced, MetamqError, NotEnoughReplicas
 
 if TYPE_CHECKING:
     from metamq.broker.data.partition import Done, Partition
+    from metamq.broker.ha.service import HAService
     from metamq.zk.cluster.topics import TopicConfig
-
-
-class InsyncSet(Protocol):
-    """The in-sync set of a master's epoch: HAService."""
-
-    @property
-    def insync_count(self) -> int:
-        """Members of the in-sync set, the master included."""
-
-    @property
-    def alone(self) -> bool:
-        """True if no other replica's acknowledgement is required."""
 
 
 class GroupTransferService:
     """Used by the broker's loop only. `may_believe` returns True if this process may assume that it is the master."""
 
-    def __init__(self, broker_id: int, insync: InsyncSet, may_believe: Callable[[], bool]) -> None:
+    def __init__(self, broker_id: int, insync: HAService, may_believe: Callable[[], bool]) -> None:
         self._what = f"broker {broker_id}"
         self._insync = insync
         self._may_believe = may_believe

@@ -40,7 +40,7 @@ import enum
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from metamq.zk.cluster.brokers import Member
+from metamq.zk.cluster.registrations import Member
 
 __all__ = ["Change", "Member", "Membership", "Stage"]
 

@@ -32,16 +32,7 @@ from metamq.broker.log_once import LogOnce
 from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout
 from metamq.wire.commands import Promote
-from metamq.zk.cluster.brokers import (
-    BrokerState,
-    Mastership,
-    Registration,
-    StateAt,
-    become_master,
-    known,
-    master_of,
-    read_state,
-)
+from metamq.zk.cluster.brokers import BrokerState, Mastership, StateAt, become_master, known, master_of, read_state
 from metamq.zk.cluster.epochs import KnownState, taken_back
 from metamq.zk.cluster.failover import Switch, begin_failover, check_mode
 from metamq.zk.cluster.offers import register_slave_topics, register_topics
@@ -57,6 +48,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.topics import Topics
     from metamq.broker.ha.insync import Change
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
+    from metamq.zk.cluster.registrations import Registration
     from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.broker")
@@ -119,7 +111,6 @@ class RoleKeeper:
         topics.flush_changed = self._flush_changed
         topics.damaged = self._damaged
 
-    @property
     def _registration(self) -> Registration:
         """The present registration of this replica."""
         log_epoch, log_bytes = self.successor.published
@@ -167,7 +158,7 @@ class RoleKeeper:
     async def settle(self) -> None:
         """Gives this replica the role that follows from ZooKeeper. Raises ConnectError: the caller calls again then."""
         async with self._settling:
-            registration = self._registration
+            registration = self._registration()
             if self._registered[0] != self._session.generation:
                 await self._check()
             stored, claims = await self._read_all()
@@ -200,7 +191,7 @@ class RoleKeeper:
         A slave that knows a newer state shows that ZooKeeper was taken back. So the slaves are read first. If they know
         more, both are read again after a sync: the ZooKeeper server may only be behind the others.
         """
-        registration = self._registration
+        registration = self._registration()
         what = self._session, registration.broker_id
         for is_last in (False, True):
             slaves = await self._slaves_watch.leave(partial(slaves_of, *what))
@@ -212,7 +203,7 @@ class RoleKeeper:
         return stored, claims
 
     def _to_register(self) -> tuple[int, int]:
-        return self._session.generation, self._registration.incarnation
+        return self._session.generation, self._registration().incarnation
 
     # -- the roles ----------------------------------------------------------------------------------------------------
 
@@ -252,7 +243,7 @@ class RoleKeeper:
         self._folder.check_writable()  # without space to note the epoch, each attempt would use up an epoch
         self._folder.incarnation_known()  # from here on, even if the answer is lost
         try:
-            mastership = await become_master(self._session, self._registration, claims)
+            mastership = await become_master(self._session, self._registration(), claims)
         except Fenced:
             self.look_again()  # another replica was faster
             return
@@ -275,7 +266,7 @@ class RoleKeeper:
         await self._lease.begin_again()  # the lease of this epoch: the steps before may have taken long
         if self._ids.epoch != mastership.epoch:
             self._ids.start_epoch(mastership.epoch)
-        registration, generation = self._registration, mastership.state.generation
+        registration, generation = self._registration(), mastership.state.generation
         settings = self._settings(registration, mastership)
         self._folder.follow_generation(generation)
         # The commits of a former master are in the partitions before a client reads them, or a slave copies them.
@@ -324,7 +315,7 @@ class RoleKeeper:
             for partition in self._topics.partitions():
                 partition.freeze()  # later each new link does it: a master does not repeat a stable mark
             self._following = asyncio.ensure_future(client.run())
-        what = self._session, self._registration.broker_id
+        what = self._session, self._registration().broker_id
         master = await self._master_watch.leave(partial(master_of, *what))
         if decision.kind is not RoleKind.SLAVE:
             master = None
@@ -333,7 +324,7 @@ class RoleKeeper:
             await self._topics.set_damaged_aside()
         self._folder.incarnation_known()
         registered = self._to_register()
-        await register_slave(self._session, self._registration)
+        await register_slave(self._session, self._registration())
         await self._offer()
         if not (master is None and decision.kind is RoleKind.SLAVE and self._is_linked_to_master(client)):
             client.follow(master)
@@ -341,7 +332,7 @@ class RoleKeeper:
 
     def _new_client(self) -> HAClient:
         return HAClient(
-            self._register_as,
+            self._registration,
             self._topics,
             self._flusher,
             learner=self._config.learner,
@@ -377,7 +368,7 @@ class RoleKeeper:
             await self._offer()
 
     async def _offer(self) -> None:
-        broker_id, replica, counts = self._registration.broker_id, self._registration.replica, self._topics.counts()
+        broker_id, replica, counts = self._registration().broker_id, self._registration().replica, self._topics.counts()
         role = self._status.role
         if isinstance(role, SlaveRole | WaitingRole):
             readable = Counter(partition.topic for partition in role.link.readable)
@@ -410,7 +401,7 @@ class RoleKeeper:
         """
         started = asyncio.get_running_loop().time() if since is None else since
         async with self._settling:
-            registration = self._registration
+            registration = self._registration()
             if self._status.role.kind is RoleKind.MASTER:
                 raise Fenced(self._what, "it is the master already")
             stored, claims = await self._read_all()
@@ -418,7 +409,7 @@ class RoleKeeper:
                 raise Fenced(self._what, "the broker id has had no master yet: start replica 0")
             if self._topics.damage():  # what it has acknowledged must not count any more
                 self._folder.raise_incarnation("a log is damaged")
-                registration = self._registration
+                registration = self._registration()
             state, version = stored
             was_taken_back = taken_back(known(stored), [registration.claim, *claims])
             in_sync = registration.member in state.insync and not was_taken_back
@@ -463,7 +454,7 @@ class RoleKeeper:
                 return False
             client = role.link
             if not client.linked:
-                master = await master_of(self._session, self._registration.broker_id)
+                master = await master_of(self._session, self._registration().broker_id)
                 if master is None or master.replica != state.master:
                     return False
                 client.follow(master)
@@ -495,7 +486,7 @@ class RoleKeeper:
         if role.kind is not RoleKind.MASTER:
             return True
         with contextlib.suppress(CorruptData):
-            stored = await read_state(self._session, self._registration.broker_id)
+            stored = await read_state(self._session, self._registration().broker_id)
             if stored is not None and stored[0].epoch == role.epoch and stored[1] >= version:
                 return True
         self.look_again()
@@ -514,16 +505,16 @@ class RoleKeeper:
         return outcome.held.version
 
     async def _read(self) -> tuple[BrokerState, int]:
-        stored = await read_state(self._session, self._registration.broker_id)
+        stored = await read_state(self._session, self._registration().broker_id)
         if stored is None:
-            raise ConnectError("ZooKeeper", f"the state of broker {self._registration.broker_id} is gone")
+            raise ConnectError("ZooKeeper", f"the state of broker {self._registration().broker_id} is gone")
         self._hold(*stored)
         return stored
 
     def _hold(self, state: BrokerState, version: int) -> None:
         """Notes the state in ZooKeeper if it still has this master's epoch."""
         if state.epoch == self._status.role.epoch and version >= self._folder.state_version:
-            self._know(Mastership(self._registration.broker_id, state, version))
+            self._know(Mastership(self._registration().broker_id, state, version))
 
     def _know(self, held: Mastership) -> None:
         """Stores a newer state of the own epoch durably before any use of it, see metamq.zk.cluster.epochs."""
@@ -604,7 +595,7 @@ class RoleKeeper:
         """Returns figures for `ha status`, STATS and metrics. Any thread."""
         role = self._status.role
         return {
-            "replica": self._registration.replica,
+            "replica": self._registration().replica,
             "role": role.kind.value,
             "reason": role.reason,
             "epoch": role.followed_epoch,

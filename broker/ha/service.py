@@ -197,11 +197,7 @@ class HAService:
         if former is not None:
             self.leave(former, "it has connected again")
         link = HAConnection(
-            self,
-            wire,
-            join,
-            loop=self._loop,
-            flow=FlowMonitor(settings.link_bytes_per_s, self._loop.time()),
+            self, wire, join, loop=self._loop, flow=FlowMonitor(settings.link_bytes_per_s, self._loop.time())
         )
         self.links[join.replica] = link
         log.info("%s has joined from %s%s", what, wire.peer, ", as a learner" if join.learner else "")

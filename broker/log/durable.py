@@ -364,9 +364,7 @@ class DurableLog:
         if not isinstance(first, StorageError) or isinstance(first, DiskFull):
             raise first.with_traceback(None)
         raise StorageError(
-            f"{self.name} takes no writes since its disk failed ({first.problem})",
-            hint=first.hint,
-            outcome="not_done",
+            f"{self.name} takes no writes since its disk failed ({first.problem})", hint=first.hint, outcome="not_done"
         )
 
     def _check_open(self) -> None:

@@ -55,10 +55,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.broker.log")
 
 
-def _ignore_loss(_what: str) -> None:
-    """Ignores a loss."""
-
-
 class PartitionLog(DurableLog):
     """The log of one partition.
 
@@ -100,7 +96,7 @@ class PartitionLog(DurableLog):
         files: FileCache,
         *,
         now_us: int,
-        on_loss: Callable[[str], object] = _ignore_loss,
+        on_loss: Callable[[str], object] = lambda what: None,
     ) -> PartitionLog:
         """Opens the log in `folder`, or makes a new one there, and recovers it.
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from metamq.broker.log import FLUSH, Steps
+from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log_once import LogOnce
 from metamq.errors import CorruptData, DiskFull, MetamqError, TooManyOpenFiles
 from metamq.threads import start_pool

@@ -12,16 +12,14 @@ from metamq.broker.data.scrubber import Scrubber
 from metamq.broker.front_door.admission import Admission
 from metamq.broker.front_door.answer_memory import AnswerMemory
 from metamq.broker.front_door.appends import Appends
-from metamq.broker.front_door.counters import Counters
+from metamq.broker.front_door.fetch_session import ReplicaReadRole
 from metamq.broker.front_door.look_ups import LookUps
-from metamq.broker.front_door.processors import Processor, Processors
-from metamq.broker.front_door.protocol import FrontDoor, Timeouts
+from metamq.broker.front_door.protocol import FrontDoor, Processor, Timeouts
 from metamq.broker.front_door.puts import PutProcessor, TxProcessor
 from metamq.broker.front_door.replicas import ReplicaProcessor
 from metamq.broker.front_door.request_memory import RequestMemory
-from metamq.broker.front_door.serving_role import ReplicaReadRole
 from metamq.broker.front_door.slices import Slices
-from metamq.broker.front_door.statistics import StatsProcessor
+from metamq.broker.front_door.statistics import Counters, StatsProcessor
 from metamq.broker.ha.keeper import RoleKeeper
 from metamq.broker.ha.role import ReplicaStatus
 from metamq.broker.process.housekeeping import Housekeeping
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.flusher import Flusher
     from metamq.broker.data.topics import Topics
     from metamq.errors import MetamqError
-    from metamq.zk.cluster.brokers import Registration
+    from metamq.zk.cluster.registrations import Registration
     from metamq.zk.session.session import Session
 
 
@@ -89,7 +87,7 @@ def make_parts(
         replication=keeper.statistics, transactions=lambda: transactions.figures, scrub=scrubber.statistics,
     )  # fmt: skip
     replicas = ReplicaProcessor(status, keeper)
-    table: dict[Command, Processor] = {
+    table: dict[int, Processor] = {
         Command.PUT: PutProcessor(appends, flusher, failed).put,
         Command.GET: lambda request, connection: connection.fetches.get(request),
         Command.OFFSETS: LookUps(topics, read_role, scrubber.report, slices).offsets,
@@ -100,17 +98,11 @@ def make_parts(
         Command.BRANCHES: transactions.branches,
     }
     door = FrontDoor(
-        Processors(table),
-        read_role,
-        transactions,
-        counters,
-        slices,
+        table, read_role, transactions, counters, slices,
         Admission(connections_max, config.connections_per_address_max),
-        RequestMemory(config.request_memory_bytes),
-        AnswerMemory(config.answer_memory_bytes),
-        Timeouts(config.unread_timeout_s, config.idle_timeout_s),
-        lambda: greeting(config.id, ids.epoch),
-    )
+        RequestMemory(config.request_memory_bytes), AnswerMemory(config.answer_memory_bytes),
+        Timeouts(config.unread_timeout_s, config.idle_timeout_s), lambda: greeting(config.id, ids.epoch),
+    )  # fmt: skip
     return BrokerParts(status, transactions, keeper, housekeeping, scrubber, stats, door)
 
 

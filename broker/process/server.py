@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -28,16 +30,15 @@ from typing import TYPE_CHECKING
 import metamq
 from metamq.broker.data.data_folder import LOST_ZOOKEEPER, REMOVED, RIGHT_ZOOKEEPER, DataFolder
 from metamq.broker.data.flusher import Flusher
-from metamq.broker.data.sync_times import Histogram, SyncTimes
 from metamq.broker.data.topics import Topics
 from metamq.broker.front_door.acceptor import Acceptor
 from metamq.broker.front_door.admission import LINGERING_MAX, SLOTS_KEPT
 from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.ha.decide_role import RoleKind
-from metamq.broker.log import FileCache
-from metamq.broker.log.disk.files import SHORTAGES
+from metamq.broker.log.disk.files import SHORTAGES, FileCache
 from metamq.broker.log_once import LogOnce
 from metamq.broker.process.http import StatusServer
+from metamq.broker.process.metrics import Histogram, SyncTimes
 from metamq.broker.process.parts import make_parts
 from metamq.broker.transactions.followers import Followers
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
@@ -52,9 +53,10 @@ from metamq.errors import (
     MetamqError,
     TooManyOpenFiles,
 )
+from metamq.private_files import restrict_process
 from metamq.words import count
-from metamq.zk.cluster.brokers import Registration, cluster_id, known_cluster_id, read_state
-from metamq.zk.cluster.registrations import until_alone
+from metamq.zk.cluster.brokers import cluster_id, known_cluster_id, read_state
+from metamq.zk.cluster.registrations import Registration, until_alone
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.paths import DEFAULT_ROOT
@@ -70,6 +72,8 @@ TOPICS_AT_ONCE = 64
 """Topics that are read at the same time. In sequence, each would take a round trip to ZooKeeper."""
 STALL_S = 30.0
 """Seconds between two looks at stalled connections. A connection is closed after one to two of them."""
+COLLECTED_AFTER = 20_000
+"""New objects per run of the garbage collector over young objects. Python's default of 700 is a few requests."""
 OPEN_FILES_LEAST = 128
 OPEN_FILES_MOST = 1 << 16
 OPENED_ELSEWHERE = 64
@@ -554,3 +558,19 @@ async def _started(broker: Broker) -> bool:
         return True
     finally:
         end.cancel()
+
+
+def run_broker(
+    config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None] = lambda _: None
+) -> int:
+    """Runs a broker until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises as Broker.start()."""
+    restrict_process()
+    gc.freeze()  # modules and classes never become garbage
+    gc.set_threshold(COLLECTED_AFTER, *gc.get_threshold()[1:])
+    work = serve(config, zookeeper, root=root, ready=ready)
+    if sys.platform == "win32":
+        return asyncio.run(work)
+    import uvloop
+
+    status: int = uvloop.run(work)
+    return status

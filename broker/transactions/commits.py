@@ -28,7 +28,7 @@ from metamq.words import count
 
 if TYPE_CHECKING:
     from metamq.broker.data.topics import Topics
-    from metamq.broker.log import PartitionLog
+    from metamq.broker.log.partition_log import PartitionLog
     from metamq.broker.transactions.journal import Appender, JournalStore
     from metamq.tx.store.branch import Body
     from metamq.tx.store.fold import CommittedBranch, JournalState
@@ -38,11 +38,6 @@ log = logging.getLogger("metamq.broker")
 
 SCAN_BYTES = 256 * 1024
 """Bytes of a partition that are scanned in one turn of the loop."""
-
-
-def key_of(partition: Partition) -> Key:
-    """The key of a partition in the journal."""
-    return partition.topic, partition.topic_id, partition.index
 
 
 class Stuck(NamedTuple):
@@ -139,7 +134,7 @@ class CommitApplier:
                     continue
                 found: set[int] = set()
                 try:
-                    for ids in _ids_from(partition.log, ends.get(key_of(partition), 0)):
+                    for ids in _ids_from(partition.log, ends.get(partition.key, 0)):
                         found.update(ids)
                         yield 0
                         self._journal.check_term()  # a slave's log may have been cut meanwhile

@@ -19,16 +19,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from metamq.broker.log.disk.files import SHORTAGES
-from metamq.broker.transactions.commits import CommitApplier, key_of
-from metamq.broker.transactions.journal import (
-    TOPIC,
-    TOPIC_ID,
-    Appender,
-    Follower,
-    JournalStore,
-    Written,
-    read_journal,
-)
+from metamq.broker.transactions.commits import CommitApplier
+from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, Appender, Follower, JournalStore, Written, read_journal
 from metamq.broker.transactions.term import Figures, SessionConnection, TransactionTerm, TxRequest
 from metamq.broker.transactions.upkeep import Guards, Upkeep
 from metamq.errors import (
@@ -553,7 +545,7 @@ class TransactionalCommandProcessor:
             return (None, 0) if is_journal else (0, None)
         if is_journal:
             return None, needed_lsn
-        if not found.is_needed(key_of(partition)):
+        if not found.is_needed(partition.key):
             return None, None
         return self._guards.keep_from(found.mark, partition, generation), None
 

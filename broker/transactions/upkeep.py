@@ -24,15 +24,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from metamq.broker.data.partition import Partition
-from metamq.broker.data.topics import OWN, Topics
-from metamq.broker.transactions.commits import key_of
 from metamq.broker.transactions.journal import SEGMENT_BYTES
 from metamq.errors import MetamqError, StorageError
 from metamq.tx.store.fold import NO_MARK, CommittedBranch, JournalState, move_of
 from metamq.tx.store.records import Add, Key, Mark, Moved, Record, Remembered, Waiting
+from metamq.zk.names import OWN
 
 if TYPE_CHECKING:
     from metamq.broker.data.flusher import Flusher
+    from metamq.broker.data.topics import Topics
     from metamq.broker.transactions.term import TransactionTerm
     from metamq.tx.store.branch import Body, BranchState
 
@@ -59,7 +59,7 @@ class Upkeep:
         and the error that ended the epoch."""
         state = term.store.journal
         lsn, memory_lsn = min(term.in_flight, default=term.journal.end_lsn), term.memory_lsn
-        partitions = {key_of(p): p for p in self._topics.partitions() if not p.topic.startswith(OWN)}
+        partitions = {p.key: p for p in self._topics.partitions() if not p.topic.startswith(OWN)}
         reach = {
             key: min(partition.log.end_position, partition.log.stable_position)
             for key, partition in partitions.items()
@@ -221,4 +221,4 @@ class Guards:
             return 0
         if self._known[0] is not mark:
             self._known = mark, {end[:3]: end[3] for end in mark.ends}
-        return self._known[1].get(key_of(partition), 0)
+        return self._known[1].get(partition.key, 0)

@@ -19,7 +19,6 @@ import click
 from metamq.broker.data import made_partitions
 from metamq.broker.data.data_folder import GONE, REPLACED, DataFolder
 from metamq.broker.data.folder_report import data_folder, is_copy, is_replaced, lock_mark_of, locked, read_meta
-from metamq.broker.data.topics import OWN
 from metamq.broker.log.disk import flushed
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
@@ -28,7 +27,7 @@ from metamq.cli.show.output import TEXT_OR_JSON, YES, confirm, count, listed, pr
 from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import show_bytes
 from metamq.errors import ConfigError
-from metamq.zk.names import partition_name
+from metamq.zk.names import OWN, partition_name
 
 OLDER_JOURNAL = (
     "It holds the broker's promises in transactions. If the copy is older, a branch that ended later is prepared "

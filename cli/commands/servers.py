@@ -141,7 +141,7 @@ def broker(with_parent: bool, output: str, **settings: Any) -> int:
     metamq broker --host 0.0.0.0 --advertise broker-0.example.org
     metamq broker --config /etc/metamq/broker.toml
     """  # fmt: skip
-    from metamq.broker.process.run import run_broker
+    from metamq.broker.process.server import run_broker
 
     current().log(logging.INFO)
     for option, setting in IN_SECONDS.items():

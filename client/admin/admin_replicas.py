@@ -14,7 +14,7 @@ from metamq.client.admin.promotion_plan import Has, Loss, loss_of
 from metamq.client.net import paged_requests
 from metamq.errors import ConfigError, ConnectError, MetamqError
 from metamq.wire.commands import Command, Promote, Promoted, Stats, unpack
-from metamq.zk.cluster.brokers import BrokerAddress, BrokerState, StateAt, known, master_of, read_state
+from metamq.zk.cluster.brokers import BrokerState, StateAt, known, master_of, read_state
 from metamq.zk.cluster.epochs import highest_epoch, taken_back
 from metamq.zk.cluster.failover import read_failover
 from metamq.zk.cluster.replicas import slaves_of
@@ -22,6 +22,7 @@ from metamq.zk.cluster.replicas import slaves_of
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient
     from metamq.client.net.transport import BrokerConnection
+    from metamq.zk.cluster.registrations import BrokerAddress
     from metamq.zk.session.session import Session
 
 PROMOTE_TIMEOUT_S = 30.0

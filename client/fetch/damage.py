@@ -13,7 +13,7 @@ from metamq.zk.names import parse_partition
 
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient, Source
-    from metamq.zk.cluster.brokers import BrokerAddress
+    from metamq.zk.cluster.registrations import BrokerAddress
     from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.net.transport import BrokerConnection, Connections
 from metamq.errors import ConnectError, MetamqError
-from metamq.zk.cluster.brokers import BrokerAddress, live_brokers
+from metamq.zk.cluster.brokers import live_brokers
 from metamq.zk.cluster.offers import slaves_offering
 from metamq.zk.cluster.replicas import live_slaves
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 
 if TYPE_CHECKING:
+    from metamq.zk.cluster.registrations import BrokerAddress
     from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.client")

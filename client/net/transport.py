@@ -24,7 +24,7 @@ from metamq.wire.connection import PUSHED, ClientConnection, Response
 
 if TYPE_CHECKING:
     from metamq.wire.frames import Buffer
-    from metamq.zk.cluster.brokers import BrokerAddress
+    from metamq.zk.cluster.registrations import BrokerAddress
 
 log = logging.getLogger("metamq.client")
 

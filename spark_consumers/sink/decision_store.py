@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.spark_consumers.sink.decisions import JOB, Decision, NotOurs, SinkState, check_batch
 from metamq.zk.errors import BadVersion, NodeExists, NoNode, NotEmpty
-from metamq.zk.nodes import Create, Delete, SetData
-from metamq.zk.session.session import ANY_VERSION, Session
+from metamq.zk.nodes import ANY_VERSION, Create, Delete, SetData
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
 
 KEPT = 8
 """Decisions of a query that stay with the newest. They are needed if a broker has lost the commit of a branch, by a

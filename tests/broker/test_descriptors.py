@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from metamq.broker.front_door.acceptor import DESCRIPTORS_LEFT
-from metamq.broker.log import FileCache
+from metamq.broker.log.disk.files import FileCache
 from metamq.testing import BrokerProcess, Cluster
 from metamq.wire.commands import Command, Hello
 from metamq.wire.frames import encode_frame

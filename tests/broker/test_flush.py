@@ -13,7 +13,9 @@ import pytest
 
 from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.partition import Appended, BatchIds, Partition
-from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
+from metamq.broker.log.config import FlushPolicy, LogConfig
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.errors import MetamqError, StorageError
 from metamq.testing import Cluster
 from metamq.wire.batch import read_header

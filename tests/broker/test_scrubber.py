@@ -19,7 +19,7 @@ from metamq.broker.data.data_folder import DataFolder
 from metamq.broker.data.partition import BatchIds
 from metamq.broker.data.scrubber import REPORTS_MAX, REPORTS_OF_PARTITION_MAX, Scrubber
 from metamq.broker.data.topics import Topics
-from metamq.broker.log import FileCache
+from metamq.broker.log.disk.files import FileCache
 from metamq.broker.log.disk.segments import take_inventory
 from metamq.client.fetch.damage import report_of
 from metamq.client.net.paged_requests import ask_offsets

@@ -22,7 +22,9 @@ from typing import Any
 import pytest
 
 from metamq import Producer
-from metamq.broker.log import FileCache, LogConfig, PartitionLog
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.client.net.transport import BrokerConnection
 from metamq.client.producer.outgoing import Delivery
 from metamq.errors import ConfigError, MetamqError

@@ -14,7 +14,8 @@ import pytest
 from metamq.broker.data.data_folder import DataFolder
 from metamq.broker.data.made_partitions import MadePartitions
 from metamq.broker.data.topics import Topics
-from metamq.broker.log import FileCache, set_aside
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.fresh import set_aside
 from metamq.errors import ClosedError, CorruptData, DiskFull, PartitionNotFound
 from metamq.zk.cluster.topics import TopicConfig
 

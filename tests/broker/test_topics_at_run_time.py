@@ -18,8 +18,9 @@ from metamq.wire import status
 from metamq.wire.columns import encode
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.zk.cluster.topics import FlushEvery, TopicConfig, TopicStore
+from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.paths import master_offer
-from metamq.zk.session.session import ANY_VERSION, Session
+from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, LocalBroker, http_get, read_topic, statistics, until_answered, wait_until
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import FileCache
+from metamq.broker.log.disk.files import FileCache
 from metamq.broker.log.disk.flushed import FlushFile
 from metamq.cli.log_reader import find_partitions
 from metamq.testing import Cluster

@@ -19,8 +19,9 @@ from metamq import TopicPartition
 from metamq.client.fetch import fetch_runner
 from metamq.errors import CorruptData
 from metamq.testing import BrokerProcess, Cluster
+from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.server.ports import free_port
-from metamq.zk.session.session import ANY_VERSION, Session
+from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
 from tests.parts import Line, wait_until
 

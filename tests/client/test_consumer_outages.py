@@ -20,7 +20,7 @@ from metamq.client.net import cluster as client_cluster
 from metamq.client.net import outages
 from metamq.errors import ConnectError, MetamqError
 from metamq.testing import Cluster, cluster
-from metamq.zk.cluster.brokers import BrokerAddress
+from metamq.zk.cluster.registrations import BrokerAddress
 from metamq.zk.session.session import Session
 
 GROUP = "etl"

@@ -26,9 +26,10 @@ from metamq.errors import ConfigError, MetamqError, OwnershipLost
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.groups import ownership
 from metamq.zk.groups.ownership import CommittedOffset, Ownership
+from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session.lease import Lease
-from metamq.zk.session.session import ANY_VERSION, Session
+from metamq.zk.session.session import Session
 from tests.tx.databases import giving_mappings
 
 Connect = Callable[[], Any]

@@ -18,7 +18,9 @@ from typing import Any, cast
 import pytest
 
 from metamq.broker.data.partition import BatchIds, Partition
-from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
+from metamq.broker.log.config import FlushPolicy, LogConfig
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.client.net.cluster import ClusterClient, Source
 from metamq.client.producer import partition_queue, sender
 from metamq.client.producer.outgoing import OutgoingBatch

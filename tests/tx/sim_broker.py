@@ -11,7 +11,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from metamq.broker.data.partition import BatchIds, Done, Partition
-from metamq.broker.log import FLUSH, FileCache, FlushPolicy, LogConfig, PartitionLog, Steps
+from metamq.broker.log.config import FlushPolicy, LogConfig
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.partition_log import PartitionLog
+from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import TOPIC_ID as JOURNAL_ID
 from metamq.broker.transactions.processor import TransactionalCommandProcessor

@@ -11,7 +11,7 @@ import pytest
 
 from metamq.broker.data.partition import Done
 from metamq.broker.transactions import commits
-from metamq.broker.transactions.commits import CommitApplier, key_of
+from metamq.broker.transactions.commits import CommitApplier
 from metamq.broker.transactions.journal import JournalStore, Written
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.broker.transactions.term import TransactionTerm
@@ -61,7 +61,7 @@ def look_from_where_it_was_appended_first(patch: Patch, _own: DiskOs) -> None:
     def noted(self: CommitApplier, committed: CommittedBranch, present: Any = None) -> int:
         for body in committed.bodies.values() if present is None else []:
             partition = self._topics.find(*body.place.key)
-            hints.setdefault((committed.first_batch_id, key_of(partition)), partition.log.end_position)
+            hints.setdefault((committed.first_batch_id, partition.key), partition.log.end_position)
         return apply(self, committed, present)
 
     def from_the_hint(self: CommitApplier, state: JournalState, wanted: list[int]) -> Iterator[int]:

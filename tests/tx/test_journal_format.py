@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.data.partition import Partition
-from metamq.broker.log import FileCache, LogConfig, PartitionLog
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, read_journal
 from metamq.tx.store.fold import JournalState
 from metamq.tx.store.records import (

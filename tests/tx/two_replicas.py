@@ -13,7 +13,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from metamq.broker.data.partition import Partition
-from metamq.broker.log import PartitionLog
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import TOPIC_ID as JOURNAL_ID
 from metamq.errors import CorruptData

@@ -9,17 +9,9 @@ from dataclasses import replace
 import pytest
 
 from metamq.errors import ConfigError, CorruptData, Fenced
-from metamq.zk.cluster.brokers import (
-    BrokerAddress,
-    BrokerState,
-    Registration,
-    become_master,
-    live_brokers,
-    master_of,
-    next_term,
-    read_state,
-)
+from metamq.zk.cluster.brokers import BrokerState, become_master, live_brokers, master_of, next_term, read_state
 from metamq.zk.cluster.epochs import next_epoch
+from metamq.zk.cluster.registrations import BrokerAddress, Registration
 from metamq.zk.session.session import Session
 
 Until = Callable[..., Awaitable[None]]

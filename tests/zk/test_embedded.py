@@ -20,13 +20,13 @@ import pytest
 
 from metamq.errors import ConfigError, MetamqError
 from metamq.zk.errors import ConnectionLost
-from metamq.zk.nodes import Create
+from metamq.zk.nodes import Create, Node
 from metamq.zk.server import embedded
 from metamq.zk.server.embedded import MEMORY_BYTES_MAX, MEMORY_BYTES_MIN, EmbeddedZooKeeper
 from metamq.zk.server.jars import JARS, find_jars
 from metamq.zk.server.java import find_java
 from metamq.zk.server.ports import free_port
-from metamq.zk.session.session import Node, Session
+from metamq.zk.session.session import Session
 
 
 def write(server: EmbeddedZooKeeper, path: str, data: bytes) -> Node:

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from metamq.errors import Fenced
-from metamq.zk.cluster.brokers import Registration, become_master
+from metamq.zk.cluster.brokers import become_master
 from metamq.zk.cluster.offers import register_slave_topics, register_topics
+from metamq.zk.cluster.registrations import Registration
 from metamq.zk.cluster.replicas import Confirmed, change_insync, take_over
 from metamq.zk.session.session import Session, SessionState
 

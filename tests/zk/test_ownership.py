@@ -23,8 +23,9 @@ from metamq.zk.groups.ownership import (
     release,
     reset_offset,
 )
+from metamq.zk.nodes import ANY_VERSION, Create, Delete, SetData
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.session.session import ANY_VERSION, Create, Delete, Session, SetData
+from metamq.zk.session.session import Session
 
 Until = Callable[..., Awaitable[None]]
 

@@ -11,17 +11,9 @@ from typing import Any, TypeVar
 import pytest
 
 from metamq.errors import ConfigError, CorruptData, Fenced
-from metamq.zk.cluster.brokers import (
-    BrokerAddress,
-    BrokerState,
-    Mastership,
-    Registration,
-    become_master,
-    live_brokers,
-    next_term,
-    read_state,
-)
+from metamq.zk.cluster.brokers import BrokerState, Mastership, become_master, live_brokers, next_term, read_state
 from metamq.zk.cluster.epochs import next_epoch
+from metamq.zk.cluster.registrations import BrokerAddress, Registration
 from metamq.zk.cluster.replicas import (
     Confirmed,
     Refused,

@@ -13,22 +13,9 @@ from functools import partial
 import pytest
 
 from metamq.errors import ClosedError, ConfigError, MessageTooLarge
-from metamq.zk.session.session import (
-    ANY_VERSION,
-    BadVersion,
-    Check,
-    ConnectionLost,
-    Create,
-    Delete,
-    Node,
-    NodeExists,
-    NoNode,
-    NotEmpty,
-    Session,
-    SessionState,
-    SetData,
-    ZooKeeperError,
-)
+from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode, NotEmpty, ZooKeeperError
+from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, SetData
+from metamq.zk.session.session import Session, SessionState
 from metamq.zk.session.watches import OneWatch
 
 Until = Callable[..., Awaitable[None]]

@@ -12,17 +12,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from metamq.errors import ConnectError
+from metamq.zk.errors import ConnectionLost, NodeExists, SessionExpired
+from metamq.zk.nodes import ANY_VERSION, Create, Node
 from metamq.zk.server.embedded import EmbeddedZooKeeper
-from metamq.zk.session.session import (
-    ANY_VERSION,
-    ConnectionLost,
-    Create,
-    Node,
-    NodeExists,
-    Session,
-    SessionExpired,
-    SessionState,
-)
+from metamq.zk.session.session import Session, SessionState
 from tests.zk.listeners import black_hole
 
 Expire = Callable[[Session], None]

@@ -37,24 +37,6 @@ from metamq.zk.nodes import Create, Delete, Node, Op, SetData
 if TYPE_CHECKING:
     from metamq.zk.session.session import Session
 
-__all__ = [
-    "BrokerAddress",
-    "BrokerState",
-    "Mastership",
-    "Member",
-    "Registration",
-    "Watcher",
-    "become_master",
-    "cluster_id",
-    "known",
-    "known_cluster_id",
-    "live_brokers",
-    "master_of",
-    "next_term",
-    "read_state",
-    "state_json",
-]
-
 Watcher = Callable[[], None]
 REPLACED = "its data folder is new, or an older copy, and replaces one with topics, and no other replica is in sync"
 

@@ -46,14 +46,7 @@ async def register_slave_topics(session: Session, broker_id: int, replica: int, 
 
 async def slaves_offering(session: Session, topic: str, watch: Watcher | None = None) -> set[tuple[int, int]]:
     """The (broker id, replica) of slaves that offer a topic for reading. `watch` is called once if that changes."""
-    folder = session.paths.offers(READING, topic)
-    while True:
-        try:
-            names = await session.children(folder, watch=watch)
-            break
-        except NoNode:
-            if await session.exists(folder, watch=watch) is None:
-                return set()
+    names = await session.children_or_none(session.paths.offers(READING, topic), watch) or []
     return set(filter(None, map(slave_of_offer, names)))
 
 

@@ -19,11 +19,8 @@ from typing import TYPE_CHECKING
 
 from metamq.errors import Fenced
 from metamq.zk.cluster.brokers import (
-    BrokerAddress,
     BrokerState,
     Mastership,
-    Member,
-    Registration,
     StateAt,
     Watcher,
     become_master,
@@ -32,7 +29,16 @@ from metamq.zk.cluster.brokers import (
     state_json,
 )
 from metamq.zk.cluster.epochs import KnownState, highest_epoch, next_epoch, taken_back, with_reign
-from metamq.zk.cluster.registrations import Patience, address_of, is_ours, replica_json, without_slave_node
+from metamq.zk.cluster.registrations import (
+    BrokerAddress,
+    Member,
+    Patience,
+    Registration,
+    address_of,
+    is_ours,
+    replica_json,
+    without_slave_node,
+)
 from metamq.zk.documents import broker_numbers, skip_unreadable
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
 from metamq.zk.nodes import Create, Delete, Op, SetData

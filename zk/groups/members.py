@@ -107,9 +107,12 @@ async def read_members(session: Session, group: str, watch: Watcher | None = Non
 
 async def owned_partitions(session: Session, group: str) -> dict[TopicPartition, str]:
     """The present owners: partition -> consumer id."""
-    topics = await _children(session, session.paths.owned_topics(group))
-    names = await asyncio.gather(*(_children(session, session.paths.owners(group, topic)) for topic in topics))
-    items = [TopicPartition(topic, name) for topic, owned in zip(topics, names, strict=True) for name in owned]
+    paths = session.paths
+    topics = sorted(await session.children_or_none(paths.owned_topics(group)) or [])
+    names = await asyncio.gather(*(session.children_or_none(paths.owners(group, topic)) for topic in topics))
+    items = [
+        TopicPartition(topic, name) for topic, owned in zip(topics, names, strict=True) for name in sorted(owned or [])
+    ]
     nodes = await asyncio.gather(*(session.get_or_none(session.paths.owner(group, *item)) for item in items))
     return {
         item: node.data.decode(errors="replace") for item, node in zip(items, nodes, strict=True) if node is not None
@@ -134,13 +137,6 @@ async def evict(session: Session, group: str, consumer_id: str) -> list[TopicPar
     # A running member sees that it was evicted, and may release them itself first.
     await asyncio.gather(*(drop_owner(session, group, item, consumer_id) for item in held))
     return held
-
-
-async def _children(session: Session, path: str) -> list[str]:
-    try:
-        return sorted(await session.children(path))
-    except NoNode:
-        return []
 
 
 def _to_json(member: Member) -> bytes:

@@ -181,10 +181,11 @@ class EmbeddedZooKeeper:
     def _check_memory(self) -> None:
         """Raises MetamqError if the server ended because it ran out of memory."""
         if ran_out_of_memory(self.log_path, self._log_start):
+            more = f"{MEMORY_VARIABLE}={self._memory_bytes * 2 >> 20}MiB"
             raise MetamqError(
                 f"ZooKeeper ended: its data needs more memory than its {size(self._memory_bytes)}",
-                hint=f"Start it with more, such as {MEMORY_VARIABLE}={_twice(self._memory_bytes)}: `metamq zookeeper "
-                f"--memory`, `metamq up --zookeeper-memory`. Its data is kept. {self._log_hint()}".rstrip(),
+                hint=f"Start it with more, such as {more}: `metamq zookeeper --memory`, `metamq up "
+                f"--zookeeper-memory`. Its data is kept. {self._log_hint()}".rstrip(),
             )
 
     def _last_words(self) -> str:
@@ -356,10 +357,6 @@ class EmbeddedZooKeeper:
 def how_it_ended(status: int) -> str:
     """Describes the end of a process, by its `returncode`."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-
-
-def _twice(memory_bytes: int) -> str:
-    return f"{memory_bytes * 2 >> 20}MiB"
 
 
 def freeze(pid: int) -> None:

@@ -170,8 +170,7 @@ def fetched(jar: Jar, cache: Path, progress: Progress | None) -> Path:
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
             raise ConfigError(
-                f"the jars of ZooKeeper are not here, and {url} cannot be fetched into {cache}: {error}",
-                hint=_WAYS,
+                f"the jars of ZooKeeper are not here, and {url} cannot be fetched into {cache}: {error}", hint=_WAYS
             ) from error
     return path
 

@@ -38,42 +38,14 @@ from typing import Any, Self
 from kazoo.protocol.states import KazooState
 
 from metamq.errors import ClosedError, ConfigError, ConnectError, MessageTooLarge
-from metamq.zk.errors import (
-    BadVersion,
-    ConnectionLost,
-    NodeExists,
-    NoNode,
-    NotEmpty,
-    SessionExpired,
-    ZooKeeperError,
-)
-from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, Op, SetData, Stat
+from metamq.zk.errors import ConnectionLost, NodeExists, NoNode
+from metamq.zk.nodes import Create, Node, Op, SetData, Stat
 from metamq.zk.paths import DEFAULT_ROOT, Paths
 from metamq.zk.servers import parse_servers
 from metamq.zk.session.answers import commit, error_of, failure_of, node_of, stat_of, version_after
 from metamq.zk.session.link import Link
 from metamq.zk.session.refused import is_refused_alone
 from metamq.zk.session.watches import Watches
-
-__all__ = [
-    "ANY_VERSION",
-    "BadVersion",
-    "Check",
-    "ConnectionLost",
-    "Create",
-    "Delete",
-    "NoNode",
-    "Node",
-    "NodeExists",
-    "NotEmpty",
-    "Op",
-    "Session",
-    "SessionExpired",
-    "SessionState",
-    "SetData",
-    "Stat",
-    "ZooKeeperError",
-]
 
 log = logging.getLogger("metamq.zk")
 

@@ -20,17 +20,23 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from metamq.broker.log.disk.index import IndexCache
-from metamq.broker.log.disk.times_cache import TimesCache
 from metamq.errors import DiskFull, StorageError, TooManyOpenFiles
 from metamq.private_files import FILE_MODE
 from metamq.wire.buffer_pool import SMALL_BYTES, BufferPool
 
+if TYPE_CHECKING:
+    from array import array
+
+    from metamq.broker.log.disk.index import SparseIndex
+
 Buffer = bytes | bytearray | memoryview
 Write = Callable[[int, Buffer, int], int]
 Sync = Callable[[int], None]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 KEPT_BYTES = 16 * 1024 * 1024
 """Bytes of buffers for large reads that are kept for reuse."""
@@ -40,6 +46,40 @@ DESCRIPTORS_LEFT = 16
 """Descriptors of the process's limit that the cache leaves free, for files and folders opened outside of it."""
 RESERVED_DESCRIPTORS = 4
 """Descriptors that a change of a log in several steps needs at most at one time."""
+
+
+class BoundedCache(Generic[K, V]):
+    """A cache of the most recently used values, bounded in bytes. The last value stays, however large it is."""
+
+    __slots__ = ("_bytes", "_bytes_max", "_size_of", "_values")
+
+    def __init__(self, bytes_max: int, size_of: Callable[[V], int]) -> None:
+        """`size_of` returns the bytes of a value, which must not change."""
+        self._bytes_max = bytes_max
+        self._size_of = size_of
+        self._bytes = 0
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K) -> V | None:
+        """The value, or None if it is not cached."""
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
+
+    def put(self, key: K, value: V) -> None:
+        """Adds a value, or replaces it."""
+        self.forget(key)
+        self._values[key] = value
+        self._bytes += self._size_of(value)
+        while self._bytes > self._bytes_max and len(self._values) > 1:
+            self._bytes -= self._size_of(self._values.popitem(last=False)[1])
+
+    def forget(self, key: K) -> None:
+        """Drops a value."""
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._bytes -= self._size_of(value)
 
 
 class FileCache:
@@ -56,8 +96,12 @@ class FileCache:
     ) -> None:
         self.limit = max(limit, 1)
         self.sync = sync
-        self.indexes = IndexCache(index_bytes_max)
-        self.times = TimesCache(TIMES_BYTES)
+        self.indexes: BoundedCache[str, SparseIndex] = BoundedCache(index_bytes_max, lambda index: index.memory_bytes)
+        """The recently used indexes of sealed segments, by their paths."""
+        self.times: BoundedCache[tuple[str, int, int], array[int]] = BoundedCache(
+            TIMES_BYTES, lambda times: 8 * len(times)
+        )
+        """The timestamps of recently searched batches, by path, position and checksum: metamq.broker.log.disk.times."""
         self._write = write
         self._open: OrderedDict[str, int] = OrderedDict()
         self._buffers = BufferPool(KEPT_BYTES)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import struct
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from crc32c import crc32c
@@ -142,35 +141,3 @@ class SparseIndex:
         if count:
             index._next_entry_at = index._positions[-1] + interval
         return index
-
-
-class IndexCache:
-    """The recently used indexes of sealed segments of all partitions, bounded in bytes."""
-
-    __slots__ = ("_bytes", "_bytes_max", "_indexes")
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._bytes = 0
-        self._indexes: OrderedDict[str, SparseIndex] = OrderedDict()
-
-    def get(self, path: str) -> SparseIndex | None:
-        """The index of the segment at `path`, or None if it is not cached."""
-        index = self._indexes.get(path)
-        if index is not None:
-            self._indexes.move_to_end(path)
-        return index
-
-    def put(self, path: str, index: SparseIndex) -> None:
-        """Keeps the index of a sealed segment."""
-        self.forget(path)
-        self._indexes[path] = index
-        self._bytes += index.memory_bytes
-        while self._bytes > self._bytes_max and len(self._indexes) > 1:
-            self._bytes -= self._indexes.popitem(last=False)[1].memory_bytes
-
-    def forget(self, path: str) -> None:
-        """Drops the index of a segment that is removed or changed."""
-        index = self._indexes.pop(path, None)
-        if index is not None:
-            self._bytes -= index.memory_bytes

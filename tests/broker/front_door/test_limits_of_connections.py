@@ -8,6 +8,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from metamq.broker.front_door import admission, protocol
 from metamq.broker.front_door.admission import Admission, ConnectionFate
 from metamq.broker.front_door.answer_memory import AnswerMemory
+from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.process import server
 from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.client.net.transport import BrokerConnection, keep_alive
@@ -194,11 +196,11 @@ def test_answers_may_lie_unread_for_a_while(running: Cluster, start: Start, conn
     client.request(Command.GET, poll(32 * MEBIBYTE))
     wait_until(lambda: local.broker._answers.used_bytes > 8 * MEBIBYTE)
     (connection,) = local.broker._connections
-    connection._timeouts = connection._timeouts._replace(unread_s=3600)
+    with_timeouts(connection, unread_s=3600)
     for _ in range(4):
         sweep(local)
     assert local.broker._answers.stalled == 0
-    connection._timeouts = connection._timeouts._replace(unread_s=0)
+    with_timeouts(connection, unread_s=0)
     sweep(local)
     wait_until(lambda: local.broker._answers.used_bytes == 0)
     assert local.broker._answers.stalled == 1
@@ -211,10 +213,16 @@ def test_who_never_asks_for_anything_is_closed_in_the_end(start: Start, connect_
     sweep(local)
     assert len(local.broker._connections) == 2
     for connection in list(local.broker._connections):
-        connection._timeouts = connection._timeouts._replace(idle_s=1e-9)
+        with_timeouts(connection, idle_s=1e-9)
     sweep(local)
     assert silent.ended() in (True, False)
     assert patient.ask(Command.STATS, None).status == status.OK, "it has asked before, and may be silent for ever"
+
+
+def with_timeouts(connection: BrokerProtocol, **limits: float) -> None:
+    """Gives one connection other limits on its silence."""
+    door = connection._door
+    connection._door = replace(door, timeouts=door.timeouts._replace(**limits))
 
 
 def refusal_of(client: Any) -> str:

@@ -18,7 +18,7 @@ from metamq.broker.ha.client import HAClient
 from metamq.broker.ha.slave_link import SlaveLink
 from metamq.errors import MetamqError
 from metamq.wire import sync
-from metamq.zk.cluster.brokers import Registration
+from metamq.zk.cluster.registrations import Registration
 from tests.broker.ha.test_acknowledgements import FLUSHED
 from tests.broker.ha.test_service import EPOCH, TOPIC, a_master, fails
 

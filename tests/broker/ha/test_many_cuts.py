@@ -16,7 +16,7 @@ from metamq.broker.data.partition import BatchIds
 from metamq.broker.data.topics import Topics
 from metamq.broker.ha.client import HAClient
 from metamq.broker.ha.slave_link import DECIDING_S, SlaveLink
-from metamq.broker.log import FileCache
+from metamq.broker.log.disk.files import FileCache
 from metamq.errors import ClosedError, MetamqError
 from metamq.wire import sync
 from metamq.wire.batch import read_header

@@ -20,13 +20,14 @@ from metamq.broker.ha.client import HAClient
 from metamq.broker.ha.connection import HAConnection
 from metamq.broker.ha.insync import Change
 from metamq.broker.ha.service import HAService, HASettings
-from metamq.broker.log import FileCache
+from metamq.broker.log.disk.files import FileCache
 from metamq.errors import ClosedError, ConfigError, CorruptData, Fenced, MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode
 from metamq.wire.frames import Buffer
-from metamq.zk.cluster.brokers import BrokerAddress, BrokerState, Registration
+from metamq.zk.cluster.brokers import BrokerState
+from metamq.zk.cluster.registrations import BrokerAddress, Registration
 from metamq.zk.cluster.topics import TopicConfig
 
 EPOCH = 4

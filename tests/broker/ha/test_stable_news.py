@@ -13,7 +13,7 @@ import msgpack
 import pytest
 
 from metamq.broker.data.partition import BatchIds, Partition
-from metamq.broker.front_door.fetch_session import FetchSession
+from metamq.broker.front_door.fetch_session import FetchSession, ReplicaReadRole
 from metamq.errors import CorruptData, OffsetDiverged
 from metamq.wire import status, sync
 from metamq.wire.batch import read_header
@@ -107,12 +107,15 @@ def test_a_slave_that_copies_idle_topics_shows_and_offers_them() -> None:
         group.wait_equal(0, 1)
 
 
-class Replica:
+class Replica(ReplicaReadRole):
     """The role that a fetch session sees, as the test has it played."""
 
     is_master = False
     epoch = EPOCH
     master = 0
+
+    def __init__(self, find: Callable[[str, str, int], Partition]) -> None:
+        self.find = find
 
     def preferred_replica(self, partition: Partition, position: int) -> int:
         return self.master
@@ -127,10 +130,9 @@ class Reader:
     def __init__(self, partition: Partition, find: Callable[[str, str, int], Partition]) -> None:
         self.partition = partition
         self.ids = BatchIds(EPOCH)
-        self.role = Replica()
+        self.role = Replica(find)
         self.answers: list[list[GetResult]] = []
         self.session = FetchSession(
-            find,
             self.role,
             lambda _request, results, _bodies: self.answers.append(results),
             lambda: True,

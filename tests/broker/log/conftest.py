@@ -11,7 +11,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from metamq.broker.log import FLUSH, FileCache, FlushPolicy, LogConfig, PartitionLog, SegmentStats, Steps
+from metamq.broker.log.config import FlushPolicy, LogConfig
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.disk.segments import SegmentStats
+from metamq.broker.log.partition_log import PartitionLog
+from metamq.broker.log.steps import FLUSH, Steps
 from metamq.errors import StorageError
 from metamq.wire.batch import BatchHeader, read_header, walk
 from metamq.wire.columns import decode, encode

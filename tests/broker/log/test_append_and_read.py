@@ -13,7 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from metamq.broker.log import FileCache, LogConfig, PartitionLog
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.errors import ClosedError, CorruptData, OffsetOutOfRange
 from metamq.wire.batch import HEADER_BYTES, read_header, walk
 from metamq.wire.buffer_pool import SMALL_BYTES

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from metamq.broker.log import FlushPolicy, LogConfig, PartitionLog
+from metamq.broker.log.config import FlushPolicy, LogConfig
+from metamq.broker.log.partition_log import PartitionLog
 
 CONFIG = LogConfig(segment_bytes=700, index_interval_bytes=200)
 FLUSHED_FIRST = LogConfig(segment_bytes=700, index_interval_bytes=200, flush=FlushPolicy(before_ack=True))

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from metamq.broker.log import LogConfig
+from metamq.broker.log.config import LogConfig
 
 CONFIG = LogConfig(segment_bytes=20_000, index_interval_bytes=1000)
 
 APPENDER = """
 import sys
-from metamq.broker.log import FileCache, LogConfig, PartitionLog
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode
 
@@ -58,7 +60,9 @@ def test_kill_minus_9_loses_no_append_that_returned(shelf: Any) -> None:
 
 LIMITED = """
 import resource, sys
-from metamq.broker.log import FileCache, LogConfig, PartitionLog
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.errors import StorageError
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode

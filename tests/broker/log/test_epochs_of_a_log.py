@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from metamq.broker.log import LogConfig, PartitionLog
+from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk import derived
 from metamq.broker.log.disk.epochs import EpochList
 from metamq.broker.log.disk.flushed import FlushFile
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.errors import CorruptData, Fenced
 from metamq.wire.batch import HEADER_BYTES, read_header, walk
 

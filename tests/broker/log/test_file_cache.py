@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from metamq.broker.log import FileCache, LogConfig, PartitionLog
-from metamq.broker.log.disk.index import IndexCache, SparseIndex
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.disk.files import BoundedCache, FileCache
+from metamq.broker.log.disk.index import SparseIndex
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.wire.batch import read_header, walk
 from metamq.wire.columns import encode
 
@@ -64,7 +66,7 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
 
 
 def test_loaded_indexes_are_bounded() -> None:
-    cache = IndexCache(bytes_max=3000)
+    cache = BoundedCache[str, SparseIndex](3000, lambda index: index.memory_bytes)
     for number in range(50):
         index = SparseIndex(0, 0)
         for _ in range(20):

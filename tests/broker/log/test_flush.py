@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import FileCache, FlushPolicy, LogConfig
+from metamq.broker.log.config import FlushPolicy, LogConfig
+from metamq.broker.log.disk.files import FileCache
 from metamq.errors import ConfigError, StorageError
 
 ONE_SEGMENT = LogConfig(segment_bytes=1 << 20)

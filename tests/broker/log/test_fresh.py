@@ -13,9 +13,14 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import FLUSH, Duplicate, FileCache, LogConfig, New, PartitionLog, set_aside
+from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk.derived import unlink_all
+from metamq.broker.log.disk.files import FileCache
 from metamq.broker.log.disk.flushed import FlushFile, FlushPoint
+from metamq.broker.log.disk.producers import Duplicate, New
+from metamq.broker.log.fresh import set_aside
+from metamq.broker.log.partition_log import PartitionLog
+from metamq.broker.log.steps import FLUSH
 from metamq.errors import CorruptData, OffsetOutOfRange, StorageError
 
 SEED = 20250312

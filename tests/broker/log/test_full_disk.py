@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import FileCache, LogConfig, PartitionLog
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.disk.files import FileCache
 from metamq.broker.log.disk.producers import Duplicate
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.errors import DiskFull
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode

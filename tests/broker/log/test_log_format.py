@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import LogConfig
+from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk.flushed import SLOT_BYTES
 from metamq.wire.batch import BROKER_PART, PRODUCER_PART, make_batch_id, read_header
 from metamq.wire.columns import decode

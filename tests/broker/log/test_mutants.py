@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import LogConfig, New, recovery
+from metamq.broker.log import recovery
+from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk import scan
 from metamq.broker.log.disk.flushed import FlushFile, FlushPoint
+from metamq.broker.log.disk.producers import New
 from metamq.errors import CorruptData
 from metamq.wire.batch import read_header
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
+from metamq.broker.log.config import FlushPolicy, LogConfig
+from metamq.broker.log.disk.files import FileCache
 from metamq.broker.log.disk.flushed import FlushFile
 from metamq.broker.log.flush import FILES_MAX
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.errors import StorageError, TooManyOpenFiles
 
 SMALL = LogConfig(segment_bytes=700, index_interval_bytes=100, retention_bytes=3000, flush=FlushPolicy(before_ack=True))

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from metamq.broker.log import Duplicate, LogConfig, New, PartitionLog
-from metamq.broker.log.disk.producers import KEPT_BATCHES, ProducerStates
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.disk.producers import KEPT_BATCHES, Duplicate, New, ProducerStates
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.errors import CorruptData, ProtocolError, SequenceGap
 
 SMALL = LogConfig(segment_bytes=2000, index_interval_bytes=300)

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import FileCache, LogConfig, PartitionLog
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.disk.files import FileCache
 from metamq.broker.log.disk.flushed import SLOT_BYTES, FlushFile
 from metamq.broker.log.disk.scan import find_flushed_claim
 from metamq.broker.log.disk.segments import Segment
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.errors import CorruptData, StorageError
 from metamq.wire.batch import HEADER_BYTES, stamp
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from metamq.broker.log import LogConfig, recovery
+from metamq.broker.log import recovery
+from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk.flushed import FlushFile
 from metamq.errors import ConfigError, CorruptData, Fenced, MetamqError, ProtocolError, StorageError
 from metamq.wire.batch import read_header, stamp

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import FLUSH, FileCache, FlushPolicy, LogConfig, PartitionLog
+from metamq.broker.log.config import FlushPolicy, LogConfig
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.partition_log import PartitionLog
+from metamq.broker.log.steps import FLUSH
 from metamq.errors import ClosedError, OffsetOutOfRange, StorageError
 
 SECOND_US = 1_000_000

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from metamq.broker.log import LogConfig, PartitionLog
+from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk.segments import Segment
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.log.scrub import STEP_BATCHES, Walk
 from tests.broker.log.conftest import SMALL, Shelf
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from metamq.broker.log import LogConfig
+from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk.index import SparseIndex
 from metamq.wire import batch as layout
 from metamq.wire.columns import encode

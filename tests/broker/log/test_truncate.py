@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import FlushPolicy, LogConfig
+from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.errors import ConfigError, StorageError
 
 CONFIG = LogConfig(segment_bytes=700, index_interval_bytes=200)
