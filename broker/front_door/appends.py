@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.broker.ha.role import MasterRole, ReplicaStatus, Role
+from metamq.broker.roles.role import MasterRole, ReplicaStatus, Role
 from metamq.errors import CorruptData, DiskFull, MessageTooLarge, ProtocolError
 from metamq.tx.store.records import BodyPlace
 from metamq.wire.batch import BatchHeader, check_from_producer

@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from metamq.broker.ha.role import MasterRole, ReplicaStatus
+from metamq.broker.roles.role import MasterRole, ReplicaStatus
 from metamq.errors import CorruptData, Fenced, MetamqError, OffsetDiverged, OffsetOutOfRange, ProtocolError
 from metamq.wire import status
 from metamq.wire.commands import FilePlace, Get, GetPartition, GetResult, unpack

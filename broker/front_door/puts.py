@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.flusher import Flusher
     from metamq.broker.front_door.appends import Appends
     from metamq.broker.front_door.protocol import BrokerProtocol
-    from metamq.broker.ha.role import ReplicaStatus
+    from metamq.broker.roles.role import ReplicaStatus
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
     from metamq.broker.transactions.term import SessionConnection
     from metamq.wire.connection import Request

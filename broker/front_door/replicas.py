@@ -12,8 +12,8 @@ from metamq.wire.commands import Promote, Promoted, unpack
 
 if TYPE_CHECKING:
     from metamq.broker.front_door.protocol import BrokerProtocol
-    from metamq.broker.ha.keeper import RoleKeeper
-    from metamq.broker.ha.role import ReplicaStatus
+    from metamq.broker.roles.keeper import RoleKeeper
+    from metamq.broker.roles.role import ReplicaStatus
     from metamq.wire.connection import Request
     from metamq.zk.cluster.brokers import Mastership
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.partition import BatchIds, Partition
     from metamq.broker.data.topics import Topics
     from metamq.broker.front_door.protocol import BrokerProtocol
-    from metamq.broker.ha.role import ReplicaStatus
+    from metamq.broker.roles.role import ReplicaStatus
     from metamq.broker.transactions.term import Figures
     from metamq.wire.batch import BatchHeader
     from metamq.wire.commands import GetResult

@@ -1,4 +1,4 @@
-"""Replication: the role of a replica, the links between a master and its slaves, and the in-sync set."""
+"""Replication: the links between a master and its slaves, and the in-sync set."""
 
 if __name__ != "metamq.broker.ha":
     raise ImportError(

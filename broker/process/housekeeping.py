@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.flusher import Flusher
     from metamq.broker.data.partition import Partition
     from metamq.broker.data.topics import Topics
-    from metamq.broker.ha.role import ReplicaStatus
+    from metamq.broker.roles.role import ReplicaStatus
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
 
 log = logging.getLogger("metamq.broker")

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 import metamq
 from metamq.broker.ha.attempts import HAState
-from metamq.broker.ha.decide_role import RoleKind
+from metamq.broker.roles.decide_role import RoleKind
 
 if TYPE_CHECKING:
     from metamq.broker.log.disk.files import Sync

@@ -20,9 +20,9 @@ from metamq.broker.front_door.replicas import ReplicaProcessor
 from metamq.broker.front_door.request_memory import RequestMemory
 from metamq.broker.front_door.slices import Slices
 from metamq.broker.front_door.statistics import Counters, StatsProcessor
-from metamq.broker.ha.keeper import RoleKeeper
-from metamq.broker.ha.role import ReplicaStatus
 from metamq.broker.process.housekeeping import Housekeeping
+from metamq.broker.roles.keeper import RoleKeeper
+from metamq.broker.roles.role import ReplicaStatus
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.wire.commands import Command, HelloReply
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION_MAX

@@ -34,12 +34,12 @@ from metamq.broker.data.topics import Topics
 from metamq.broker.front_door.acceptor import Acceptor
 from metamq.broker.front_door.admission import LINGERING_MAX, SLOTS_KEPT
 from metamq.broker.front_door.protocol import BrokerProtocol
-from metamq.broker.ha.decide_role import RoleKind
 from metamq.broker.log.disk.files import SHORTAGES, FileCache
 from metamq.broker.log_once import LogOnce
 from metamq.broker.process.http import StatusServer
 from metamq.broker.process.metrics import Histogram, SyncTimes
 from metamq.broker.process.parts import make_parts
+from metamq.broker.roles.decide_role import RoleKind
 from metamq.broker.transactions.followers import Followers
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import journal_config

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from metamq.broker.ha.decide_role import RoleKind
-from metamq.broker.ha.role import BetweenRoles, MasterRole, ReplicaStatus
+from metamq.broker.roles.decide_role import RoleKind
+from metamq.broker.roles.role import BetweenRoles, MasterRole, ReplicaStatus
 from metamq.errors import DiskFull, Fenced, MetamqError
 
 

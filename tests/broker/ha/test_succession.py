@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.broker.ha.succession import (
+from metamq.broker.roles.succession import (
     FLAPPING_MS,
     NO_PROCESS,
     PAUSE_FIRST_MS,
@@ -19,9 +19,9 @@ from metamq.broker.ha.succession import (
     SESSION_ENDED,
     TURN_MS,
     Candidate,
-    Decision,
     Situation,
     Step,
+    StepDecision,
     decide,
     pause_ms,
     ranking,
@@ -108,7 +108,7 @@ class Model:
         """A fresh read."""
         self.views[replica] = self.version, self.state, dict(self.published)
 
-    def act(self, replica: int, gone_ms: int, obstacles: set[int], *, loses_answer: bool) -> Decision:
+    def act(self, replica: int, gone_ms: int, obstacles: set[int], *, loses_answer: bool) -> StepDecision:
         """Decides by the last read, and does it."""
         version, state, published = self.views[replica]
         is_gone = state.master == STATE.master

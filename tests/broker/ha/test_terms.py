@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.data.partition import Partition
-from metamq.broker.ha.keeper import RoleKeeper
-from metamq.broker.ha.role import BetweenRoles
+from metamq.broker.roles.keeper import RoleKeeper
+from metamq.broker.roles.role import BetweenRoles
 from metamq.broker.transactions import processor
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.errors import MetamqError, TooManyOpenFiles

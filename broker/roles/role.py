@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from metamq.broker.ha.decide_role import RoleKind
+from metamq.broker.roles.decide_role import RoleKind
 from metamq.errors import DiskFull, Fenced, MetamqError
 
 if TYPE_CHECKING:

@@ -40,8 +40,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from metamq.zk.cluster.brokers import BrokerState, Member
+    from metamq.zk.cluster.brokers import BrokerState
     from metamq.zk.cluster.failover import Failover
+    from metamq.zk.cluster.registrations import Member
 
 PUBLISH_MS = 300
 """Milliseconds in which candidates publish the size of their logs."""
@@ -96,7 +97,16 @@ class Situation(NamedTuple):
     """The age of each automatic switch that this replica has seen."""
 
 
-class Decision(NamedTuple):
+class Noticed(NamedTuple):
+    """What a slave has seen when it takes over by itself."""
+
+    since: float
+    """The loop's time at which it noticed the cause."""
+    epoch: int
+    """The epoch of the master that it replaces."""
+
+
+class StepDecision(NamedTuple):
     """A step, the reason for people, and the milliseconds after which to decide again, unless something changes."""
 
     step: Step
@@ -104,40 +114,40 @@ class Decision(NamedTuple):
     again_ms: int | None = None
 
 
-def decide(now: Situation) -> Decision:
+def decide(now: Situation) -> StepDecision:
     """Decides the next step of this replica."""
     if now.failover.mode == "manual":
-        return Decision(Step.STAY, "failover is manual: an operator promotes")
+        return StepDecision(Step.STAY, "failover is manual: an operator promotes")
     if now.failover.paused:
-        return Decision(Step.STAY, "failover is paused by an operator")
+        return StepDecision(Step.STAY, "failover is paused by an operator")
     if now.me not in now.state.insync:
-        return Decision(Step.STAY, "it is not in the in-sync set, so that messages would be lost")
+        return StepDecision(Step.STAY, "it is not in the in-sync set, so that messages would be lost")
     if now.obstacle:
-        return Decision(Step.STAY, now.obstacle)
+        return StepDecision(Step.STAY, now.obstacle)
     if not now.gone and now.me[0] != now.failover.preferred:
-        return Decision(Step.STAY, "the master is there")
+        return StepDecision(Step.STAY, "the master is there")
     if not now.gone and now.in_sync_ms < RETURN_MS:
-        return Decision(Step.WAIT, "the preferred replica returns later", RETURN_MS - now.in_sync_ms)
+        return StepDecision(Step.WAIT, "the preferred replica returns later", RETURN_MS - now.in_sync_ms)
     if (left_ms := pause_ms(now.switches_ago_ms)) > 0:
         count = len(_recent(now.switches_ago_ms))
-        return Decision(Step.WAIT, f"{count} automatic switches a short time ago: a pause against flapping", left_ms)
-    return _in_turn(now) if now.gone else Decision(Step.TAKE_OVER, PREFERRED)
+        return StepDecision(Step.WAIT, f"a pause against flapping, after {count} automatic switches", left_ms)
+    return _in_turn(now) if now.gone else StepDecision(Step.TAKE_OVER, PREFERRED)
 
 
-def _in_turn(now: Situation) -> Decision:
+def _in_turn(now: Situation) -> StepDecision:
     me = now.me[0]
     if all(one.replica == me for one in now.candidates):
-        return Decision(Step.TAKE_OVER, now.gone)
+        return StepDecision(Step.TAKE_OVER, now.gone)
     ranked = ranking(now.candidates, now.failover.preferred)
     if me not in ranked:
-        return Decision(Step.PUBLISH, "it publishes the size of its logs")
+        return StepDecision(Step.PUBLISH, "it publishes the size of its logs")
     silent = [one.replica for one in now.candidates if one.log_bytes is None]
     if silent and now.gone_ms < PUBLISH_MS:
-        return Decision(Step.WAIT, f"replica {silent[0]} may have more", PUBLISH_MS - now.gone_ms)
+        return StepDecision(Step.WAIT, f"replica {silent[0]} may have more", PUBLISH_MS - now.gone_ms)
     turn_ms = ranked.index(me) * TURN_MS
     if ranked[0] != me and now.gone_ms < PUBLISH_MS + turn_ms:
-        return Decision(Step.WAIT, f"replica {ranked[0]} comes first", PUBLISH_MS + turn_ms - now.gone_ms)
-    return Decision(Step.TAKE_OVER, now.gone)
+        return StepDecision(Step.WAIT, f"replica {ranked[0]} comes first", PUBLISH_MS + turn_ms - now.gone_ms)
+    return StepDecision(Step.TAKE_OVER, now.gone)
 
 
 def ranking(candidates: Sequence[Candidate], preferred: int | None) -> list[int]:

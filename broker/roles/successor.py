@@ -1,24 +1,34 @@
 """Successor: this replica's part in automatic failover.
 
 As a slave it notices that the master is gone, publishes the size of its logs in its node, and takes over in its turn.
-metamq.broker.ha.succession decides; RoleKeeper.promote, which operators use as well, carries it out. As a master that
-is going to stop, it asks a slave to take over first.
+metamq.broker.roles.succession decides; RoleKeeper.promote, which operators use as well, carries it out. As a master
+that is going to stop, it asks a slave to take over first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from metamq.broker.ha.role import MasterRole, SlaveRole
-from metamq.broker.ha.succession import NO_PROCESS, SESSION_ENDED, Candidate, Decision, Situation, Step, decide
+from metamq.broker.roles.role import MasterRole, SlaveRole
+from metamq.broker.roles.succession import (
+    NO_PROCESS,
+    SESSION_ENDED,
+    Candidate,
+    Noticed,
+    Situation,
+    Step,
+    StepDecision,
+    decide,
+)
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, NotEnoughReplicas
 from metamq.wire.commands import Command, Promote
-from metamq.zk.cluster.brokers import BrokerAddress, BrokerState, Registration, master_of, read_state
+from metamq.zk.cluster.brokers import BrokerState, master_of, read_state
 from metamq.zk.cluster.failover import Switch, change_failover, read_failover, with_switch
 from metamq.zk.cluster.replicas import slaves_of
 from metamq.zk.session.watches import OneWatch
@@ -26,8 +36,9 @@ from metamq.zk.session.watches import OneWatch
 if TYPE_CHECKING:
     from metamq.broker.data.topics import Topics
     from metamq.broker.ha.client import HAClient
-    from metamq.broker.ha.role import ReplicaStatus
+    from metamq.broker.roles.role import ReplicaStatus
     from metamq.zk.cluster.failover import Failover
+    from metamq.zk.cluster.registrations import BrokerAddress, Registration
     from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.broker")
@@ -48,13 +59,10 @@ class Successor:
         topics: Topics,
         status: ReplicaStatus,
         registration: Callable[[], Registration],
-        promote: Callable[[str, float], Awaitable[object]],
+        promote: Callable[[Promote, Noticed], Awaitable[object]],
         changed: Callable[[], None],
     ) -> None:
-        """`promote(cause, since)` takes over without loss; `since` is the loop's time at which the cause was noticed.
-
-        `changed` lets the keeper settle the role, and so register what this replica publishes.
-        """
+        """`promote` is RoleKeeper's. `changed` lets it settle the role again, and so register `published`."""
         self._session = session
         self._topics = topics
         self._status = status
@@ -69,7 +77,7 @@ class Successor:
         self.published = 0, -1
         """The epoch whose master is gone, and the size of the logs here in bytes."""
         self._recording: set[asyncio.Task[None]] = set()
-        self.decision: Decision | None = None
+        self.decision: StepDecision | None = None
         """The last decision, for `ha status`; None at a master."""
 
     @property
@@ -129,14 +137,15 @@ class Successor:
         refused = self._status.writes_refused
         return "" if refused is None else refused.problem
 
-    async def _carry_out(self, decision: Decision, state: BrokerState) -> float | None:
+    async def _carry_out(self, decision: StepDecision, state: BrokerState) -> float | None:
         if decision.step is Step.PUBLISH:
             self.published = state.epoch, sum(partition.log.end_position for partition in self._topics.partitions())
             self._changed()
         if decision.step is not Step.TAKE_OVER:
             return None if decision.again_ms is None else decision.again_ms / 1000
         try:
-            await self._promote(decision.reason, self._gone_since or asyncio.get_running_loop().time())
+            since = self._gone_since or asyncio.get_running_loop().time()
+            await self._promote(Promote(False, decision.reason), Noticed(since, state.epoch))
         except (Fenced, NotEnoughReplicas) as error:
             log.warning("%s does not take over: %s", self._registration(), error)
             return RETRY_S
@@ -149,17 +158,18 @@ class Successor:
 
     # -- a master -----------------------------------------------------------------------------------------------------
 
-    def record(self, switch: Switch) -> None:
-        """Adds a switch to the list in ZooKeeper, in the background: the new master serves meanwhile."""
-        level = logging.WARNING if switch.is_automatic else logging.INFO
-        log.log(
-            level,
-            "%s is the master instead of replica %d, after %d ms: %s",
-            self._registration(),
-            switch.was,
-            switch.took_ms,
-            switch.cause,
-        )
+    def promoted(self, epoch: int, former: int, asked: Promote, since: float, *, is_automatic: bool) -> None:
+        """Lists a switch in ZooKeeper, in the background: this replica serves as the master meanwhile.
+
+        `since`: the loop's time at which the cause was noticed.
+        """
+        registration, cause = self._registration(), asked.cause or "an operator's command"
+        took_ms = round((asyncio.get_running_loop().time() - since) * 1000)
+        lost = "an operator accepted a loss" if asked.accept_loss else ""
+        at_ms = round(time.time() * 1000)
+        switch = Switch(epoch, cause, former, registration.replica, at_ms, took_ms, is_automatic, lost)
+        what = f"{registration} is the master instead of replica {former}, after {took_ms} ms: {cause}"
+        log.log(logging.WARNING if is_automatic else logging.INFO, "%s", what)
         task = asyncio.ensure_future(self._record(switch))
         self._recording.add(task)
         task.add_done_callback(self._recording.discard)

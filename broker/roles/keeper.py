@@ -5,8 +5,8 @@
     any  ──▶ WAITING   as SLAVE, without a master to link to
 
 All events that may change a role end in settle(), one at a time: a watch on the state or on the master's node, a lost
-session, a promotion. settle() reads the state in ZooKeeper, and metamq.broker.ha.decide_role decides. So a missed or
-repeated event does no harm. No other code exchanges the role (metamq.broker.ha.role).
+session, a promotion. settle() reads the state in ZooKeeper, and metamq.broker.roles.decide_role decides. So a missed or
+repeated event does no harm. No other code exchanges the role (metamq.broker.roles.role).
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from metamq.broker.ha.client import HAClient
-from metamq.broker.ha.decide_role import RoleDecision, RoleKind, decide_role
 from metamq.broker.ha.group_transfer import GroupTransferService
-from metamq.broker.ha.role import BetweenRoles, MasterRole, ReplicaStatus, Role, SlaveRole, WaitingRole
 from metamq.broker.ha.service import TICK_S, HAService, HASettings
-from metamq.broker.ha.successor import Successor
 from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.log_once import LogOnce
+from metamq.broker.roles.decide_role import RoleDecision, RoleKind, decide_role
+from metamq.broker.roles.role import BetweenRoles, MasterRole, ReplicaStatus, Role, SlaveRole, WaitingRole
+from metamq.broker.roles.successor import Successor
 from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout
-from metamq.wire.commands import Promote
 from metamq.zk.cluster.brokers import BrokerState, Mastership, StateAt, become_master, known, master_of, read_state
 from metamq.zk.cluster.epochs import KnownState, taken_back
-from metamq.zk.cluster.failover import Switch, begin_failover, check_mode
+from metamq.zk.cluster.failover import begin_failover, check_mode
 from metamq.zk.cluster.offers import register_slave_topics, register_topics
 from metamq.zk.cluster.replicas import Refused, Unknown, change_insync, had_slaves, register_slave, slaves_of, take_over
 from metamq.zk.session.lease import Lease
@@ -47,7 +46,9 @@ if TYPE_CHECKING:
     from metamq.broker.data.partition import BatchIds, Partition
     from metamq.broker.data.topics import Topics
     from metamq.broker.ha.insync import Change
+    from metamq.broker.roles.succession import Noticed
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
+    from metamq.wire.commands import Promote
     from metamq.zk.cluster.registrations import Registration
     from metamq.zk.session.session import Session
 
@@ -105,7 +106,7 @@ class RoleKeeper:
         self._offered: tuple[int, RoleKind, dict[str, int]] | None = None
         self._following: asyncio.Task[None] | None = None
         self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
-        self.successor = Successor(session, topics, status, registration, self._take_over, self.look_again)
+        self.successor = Successor(session, topics, status, registration, self.promote, self.look_again)
         topics.opened = self._opened
         topics.closing = self._closing
         topics.flush_changed = self._flush_changed
@@ -389,17 +390,14 @@ class RoleKeeper:
 
     # -- promotion ----------------------------------------------------------------------------------------------------
 
-    async def _take_over(self, cause: str, since: float) -> None:
-        await self.promote(Promote(False, cause), since=since)
-
-    async def promote(self, asked: Promote, since: float | None = None) -> Mastership:
+    async def promote(self, asked: Promote, noticed: Noticed | None = None) -> Mastership:
         """Makes this replica the master: an operator, a master that stops, or this replica's Successor asks for it.
 
         It takes over from a living master when it holds all messages. It does not wait for a master that is dead or
         hangs. Raises Fenced if it is not in the in-sync set, unless `accept_loss`; the refusal of a living master; and
-        ConnectError if ZooKeeper does not answer.
+        ConnectError if ZooKeeper does not answer. `noticed`: this replica decided it by itself, under that epoch.
         """
-        started = asyncio.get_running_loop().time() if since is None else since
+        since = asyncio.get_running_loop().time() if noticed is None else noticed.since
         async with self._settling:
             registration = self._registration()
             if self._status.role.kind is RoleKind.MASTER:
@@ -411,6 +409,8 @@ class RoleKeeper:
                 self._folder.raise_incarnation("a log is damaged")
                 registration = self._registration()
             state, version = stored
+            if noticed is not None and state.epoch != noticed.epoch:
+                raise Fenced(self._what, f"epoch {state.epoch} has begun meanwhile")
             was_taken_back = taken_back(known(stored), [registration.claim, *claims])
             in_sync = registration.member in state.insync and not was_taken_back
             handed_over, registered = False, self._to_register()
@@ -431,15 +431,7 @@ class RoleKeeper:
             except SHORTAGES:
                 self.look_again()  # this replica is the master, and begins its epoch again
                 raise
-            took_ms = round((asyncio.get_running_loop().time() - started) * 1000)
-            lost = "" if in_sync else "an operator accepted a loss"
-            now_ms = round(time.time() * 1000)
-            self.successor.record(
-                Switch(
-                    mastership.epoch, asked.cause or "an operator's command", state.master, registration.replica,
-                    now_ms, took_ms, since is not None, lost,
-                )
-            )  # fmt: skip
+            self.successor.promoted(mastership.epoch, state.master, asked, since, is_automatic=noticed is not None)
             return mastership
 
     async def _is_handed_over(self, state: BrokerState) -> bool:
