@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.partitions import TopicPartition
 
-SESSION_TIMEOUT_MS = 10_000
-
 
 class AdminCore:
     """The core of one Admin, for the loop that opens it. metamq.Admin documents the methods and their errors."""
@@ -57,7 +55,7 @@ class AdminCore:
 
     async def open(self, servers: str, root: str) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
-        session = await open_client_session(servers, root, SESSION_TIMEOUT_MS)
+        session = await open_client_session(servers, root)
         self._open_cluster = ClusterClient(session)
         self.closed_by = None
 

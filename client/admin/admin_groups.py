@@ -29,7 +29,7 @@ from metamq.client.admin.admin_topics import read_configs
 from metamq.client.checks import is_whole, partition_of, wrong_type
 from metamq.client.group.rebalance_decisions import why_idle
 from metamq.client.group.strategies import explain
-from metamq.client.producer.producer_api import requested_time_us
+from metamq.client.model import requested_time_us
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionNotFound
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.words import count

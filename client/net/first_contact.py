@@ -13,9 +13,10 @@ from metamq.zk.session.presence import warn_without_cluster
 from metamq.zk.session.session import Session
 
 GREETING_TIMEOUT_S = 1.0
+SESSION_TIMEOUT_MS = 10_000
 
 
-async def open_client_session(servers: str, root: str, timeout_ms: int) -> Session:
+async def open_client_session(servers: str, root: str, timeout_ms: int = SESSION_TIMEOUT_MS) -> Session:
     """Opens a session. Warns if no broker has ever used this ZooKeeper. Raises ConfigError, ConnectError."""
     session = await open_session(servers, root=root, timeout_ms=timeout_ms)
     await warn_without_cluster(session)
@@ -26,7 +27,7 @@ async def open_session(
     servers: str,
     *,
     root: str = DEFAULT_ROOT,
-    timeout_ms: int = 10_000,
+    timeout_ms: int = SESSION_TIMEOUT_MS,
     patient: bool = True,
     make_chroot: bool = False,
 ) -> Session:

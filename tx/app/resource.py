@@ -18,7 +18,7 @@ from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, Enco
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.producer.partitioner import Partitioner, partitioner_named
-from metamq.client.producer.producer_api import as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.producer.producer_api import checked_message
 from metamq.errors import (
     BranchMisuse,
     BranchNotKnown,
@@ -30,13 +30,12 @@ from metamq.errors import (
     RolledBack,
     closed_client,
 )
-from metamq.tx.app.staging import Routes, StagedMessage, Staging
+from metamq.tx.app.staging import Routes, Staging
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.wire.xa import Verb, XACode, Xid
 from metamq.zk.cluster.brokers import known_cluster_id
 
-SESSION_TIMEOUT_MS = 10_000
 TIMEOUT_MAX_S = 24 * 3600
 
 
@@ -129,7 +128,7 @@ class XACore:
 
     async def open(self, servers: str, root: str) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
-        session = await open_client_session(servers, root, SESSION_TIMEOUT_MS)
+        session = await open_client_session(servers, root)
         try:
             self._place = await known_cluster_id(session) or f"{servers}{root}"
         except BaseException:
@@ -213,9 +212,7 @@ class XACore:
         timestamp: datetime | int | None,
     ) -> None:
         client = self._open_client()
-        message = StagedMessage(
-            as_bytes(value, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
-        )
+        message = checked_message(value, key, headers, partition, timestamp)
         work = self._current
         if work is None:
             raise BranchMisuse("(none)", XACode.PROTO, "the resource works in no branch", hint="start() one.")

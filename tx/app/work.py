@@ -18,7 +18,8 @@ from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
 
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient
-    from metamq.tx.app.staging import AnyMessage, Staging
+    from metamq.client.producer.outgoing import AnyMessage
+    from metamq.tx.app.staging import Staging
 
 _DECIDING = (Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
 """Verbs that decide: without their answer the outcome of the transaction is unknown."""

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("metamq.tx")
 
-SESSION_TIMEOUT_MS = 10_000
 PREPARED = "prepared"
 GRACE_S = 10.0
 COMMITS_KEPT_S = 60.0
@@ -87,7 +86,7 @@ class Recoverer:
         self._stop = threading.Event()
         self._background = background()
         servers = zookeeper_servers(zookeeper, config)
-        session = self._background.run(open_client_session(servers, zookeeper_root(root, config), SESSION_TIMEOUT_MS))
+        session = self._background.run(open_client_session(servers, zookeeper_root(root, config)))
         self._cluster = ClusterClient(session)
 
     def run(self, *, every_s: float = 5.0) -> None:
