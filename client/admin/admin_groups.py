@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_brokers import Found, ask_offsets
+from metamq.client.admin.admin_brokers import Found, ask_offsets, children
 from metamq.client.admin.admin_model import (
     GroupDescription,
     GroupExplanation,
@@ -58,14 +58,6 @@ async def check_exists(session: Session, group: str) -> None:
     near = difflib.get_close_matches(group, names)
     hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "`metamq group list` shows all groups."
     raise ConfigError(f"there is no group {group!r}", hint=hint)
-
-
-async def children(session: Session, path: str) -> list[str]:
-    """Returns the names below a node, sorted; none if the node does not exist."""
-    try:
-        return sorted(await session.children(path))
-    except NoNode:
-        return []
 
 
 async def _members(session: Session, group: str) -> dict[str, Member]:

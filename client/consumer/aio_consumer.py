@@ -10,13 +10,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from metamq.client.checks import check_callables, check_seconds, check_whole, partition_of
-from metamq.client.consumer.aio_listener import DeadLetters, ListenerTasks
+from metamq.client.consumer.aio_listener import ListenerTasks
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
+from metamq.client.consumer.dead_letters import DeadLetters
 from metamq.client.consumer.receivers import TaskReceiver
+from metamq.client.consumer.retrying import RetryPolicy
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
-from metamq.client.net.retrying import RetryPolicy
 from metamq.client.offsets.dbapi import NOT_GIVEN, AnyConnection, database_of
 from metamq.client.one_loop import OneLoop
 from metamq.client.opened_later import OpenedLater

@@ -18,7 +18,7 @@ import logging
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from metamq.client.checks import wrong_type
@@ -350,17 +350,6 @@ def blocking_database_of(connection: object, paramstyle: str | None, hint: str) 
         kind = type(connection)
         raise ConfigError(f"the connection is one for asyncio, of {kind.__module__}.{kind.__qualname__}", hint=hint)
     return database
-
-
-def at_once(work: Coroutine[Any, Any, R]) -> R:
-    """Runs a coroutine that never waits, in this thread, without a loop."""
-    try:
-        work.send(None)
-    except StopIteration as ended:
-        result: R = ended.value
-        return result
-    work.close()
-    raise AssertionError("the coroutine waits for a loop")
 
 
 def check_table(table: str) -> str:

@@ -24,9 +24,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
 
+from metamq.client.background import at_once
 from metamq.client.checks import wrong_type
 from metamq.client.net.branches import ANSWER_S
-from metamq.client.offsets.dbapi import Database, DatabaseConnection, at_once, blocking_database_of
+from metamq.client.offsets.dbapi import Database, DatabaseConnection, blocking_database_of
 from metamq.client.producer.producer import BaseProducer
 from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError
 from metamq.tx.app.staging import Staging

@@ -20,8 +20,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from metamq.client.background import at_once
 from metamq.client.net.branches import ANSWER_S
-from metamq.client.offsets.dbapi import Database, DatabaseConnection, at_once, blocking_database_of
+from metamq.client.offsets.dbapi import Database, DatabaseConnection, blocking_database_of
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
 from metamq.tx.app.outbox import Outbox
 from metamq.tx.app.staging import Staging

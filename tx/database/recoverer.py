@@ -20,12 +20,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from metamq.client.background import background
+from metamq.client.background import at_once, background
 from metamq.client.checks import wrong_type
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
-from metamq.client.offsets.dbapi import AnyConnection, Database, at_once, check_paramstyle, database_of
+from metamq.client.offsets.dbapi import AnyConnection, Database, check_paramstyle, database_of
 from metamq.client.settings import zookeeper_root, zookeeper_servers
 from metamq.errors import BranchNotKnown, MetamqError, OutcomeUnknown, TransactionError
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
@@ -155,11 +155,10 @@ class Recoverer:
     async def _known(self, identity: bytes) -> tuple[list[BranchDescription], tuple[int, ...]]:
         """Returns this database's branches that are prepared, or finished by an operator, at all broker ids that ever
         existed; and the broker ids that did not answer."""
-        session, client = self._cluster.session, TxClient(self._cluster)
-        names = await session.children(session.paths.broker_ids())
+        client = TxClient(self._cluster)
         found: list[BranchDescription] = []
         unreachable = []
-        for broker_id in sorted(int(name) for name in names if name.isdecimal()):
+        for broker_id in await self._cluster.broker_ids():
             try:
                 found += await client.branches(broker_id)
             except MetamqError as error:
