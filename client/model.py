@@ -1,4 +1,4 @@
-"""The values that users receive: a partition's name, the receipt of `send`, and a message."""
+"""The values that users receive, a message and the receipt of `send`, and their times."""
 
 from __future__ import annotations
 
@@ -11,20 +11,6 @@ from typing import Any, Generic, NamedTuple
 from metamq.client.checks import wrong_type
 from metamq.client.typevars import T
 from metamq.errors import ConfigError
-from metamq.zk.partitions import TopicPartition, partition_order
-
-__all__ = [
-    "Message",
-    "Receipt",
-    "ReceiptRange",
-    "TopicPartition",
-    "message_of",
-    "partition_order",
-    "requested_time_us",
-    "time_of",
-    "timestamp_us",
-]
-
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 TIMESTAMP_US_MIN = 978_307_200_000_000

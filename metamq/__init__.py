@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from metamq.client.model import Message as Message
     from metamq.client.model import Receipt as Receipt
     from metamq.client.model import ReceiptRange as ReceiptRange
-    from metamq.client.model import TopicPartition as TopicPartition
     from metamq.client.offsets.offsets_database import DatabaseOffsets as DatabaseOffsets
     from metamq.client.offsets.offsets_file import FileOffsets as FileOffsets
     from metamq.tx.app.producer import Producer as Producer
     from metamq.zk.cluster.topics import FlushEvery as FlushEvery
+    from metamq.zk.partitions import TopicPartition as TopicPartition
 
 _HOME = {
     "Admin": "metamq.client.admin.admin",
@@ -44,7 +44,7 @@ _HOME = {
     "Receipt": "metamq.client.model",
     "ReceiptRange": "metamq.client.model",
     "Rollback": "metamq.client.consumer.retrying",
-    "TopicPartition": "metamq.client.model",
+    "TopicPartition": "metamq.zk.partitions",
 }
 
 __all__ = [

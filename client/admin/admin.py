@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Awaitable, Callable, Collection
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, Self, Unpack
 
 from metamq.client.admin import (
@@ -278,9 +277,7 @@ class Admin:
             raise self._core.closed_by
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from metamq.client.admin import (
@@ -181,7 +180,5 @@ class Admin:
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()

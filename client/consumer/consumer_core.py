@@ -12,16 +12,20 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from metamq.client.consumer.health import ConsumerHealth, health_of
+from metamq.client.consumer.health import (
+    PUBLISH_LIMIT_S,
+    ConsumerHealth,
+    done_offsets,
+    health_of,
+    watch_progress,
+)
 from metamq.client.consumer.loop_end import LoopEnd
-from metamq.client.consumer.progress import PUBLISH_LIMIT_S, done_offsets, watch_progress
 from metamq.client.consumer.unshared import UnsharedAssignment
 from metamq.client.fetch.commits import OffsetCommits
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerPlan, check_place
 from metamq.client.fetch.damage import report_damage, report_of
-from metamq.client.fetch.fetch_budget import FetchBudget
 from metamq.client.fetch.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
-from metamq.client.fetch.fetch_runner import FetchRunner
+from metamq.client.fetch.fetch_runner import FetchBudget, FetchRunner
 from metamq.client.fetch.inbox import Inbox, PartitionState
 from metamq.client.fetch.message_batch import MessageBatch, own_part
 from metamq.client.fetch.sources import Sources

@@ -588,4 +588,4 @@ class Accumulator:
         self._fast = {}
         for batch in self.outstanding:
             if not batch.done:
-                batch.fail_in_child(error)
+                batch.end(error)

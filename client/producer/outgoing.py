@@ -188,7 +188,7 @@ class OutgoingBatch:
         """
         assert not self.done
         self.base_offset = base_offset
-        self._end(error)
+        self.end(error)
         if not keep_encoded:
             self.encoded = None
         if self.event is not None:  # created before wait() checked `done`, or not needed
@@ -200,11 +200,8 @@ class OutgoingBatch:
             except Exception:  # a user's error: the other callbacks run, and the producer continues
                 log.exception("a delivery's callback failed")
 
-    def fail_in_child(self, error: MetamqError) -> None:
-        """Fails the batch in a fork's child, where no thread waits for it and no loop runs its callbacks."""
-        self._end(error)
-
-    def _end(self, error: MetamqError | None) -> None:
+    def end(self, error: MetamqError | None) -> None:
+        """Sets the outcome. In a fork's child, no thread waits for it and no loop runs callbacks."""
         self.error = error
         self.count = self.messages
         self.values = ()

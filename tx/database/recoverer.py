@@ -17,7 +17,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from metamq.client.background import at_once, background
@@ -193,9 +192,7 @@ class Recoverer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
