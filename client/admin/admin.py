@@ -18,7 +18,6 @@ from metamq.client.admin.admin_core import WAIT_S, AdminCore, P, T, exported
 from metamq.client.background import background
 from metamq.client.checks import not_picklable
 from metamq.client.settings import zookeeper_root, zookeeper_servers
-from metamq.errors import ClosedError, ForkedError
 
 if TYPE_CHECKING:
     from metamq.client.admin.admin_model import (
@@ -256,7 +255,7 @@ class Admin:
     def _call(
         self, work: Callable[Concatenate[ClusterClient, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        if isinstance(self._core.closed_by, ForkedError):  # the loop is the parent's: nothing would ever run in it
+        if self._core.closed_by is not None:  # in a fork's child the loop is dead: nothing would ever run in it
             raise self._core.closed_by
         return self._background.run(self._core.call(work, *args, **kwargs))
 
@@ -269,7 +268,7 @@ class Admin:
         """Disconnects. Further calls do nothing."""
         if not self._closed:
             self._closed = True
-            if not isinstance(self._core.closed_by, ForkedError):
+            if not self._core.is_forked:
                 self._background.run(self._core.close())
 
     def __enter__(self) -> Self:
@@ -281,7 +280,7 @@ class Admin:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", True) or isinstance(self._core.closed_by, ForkedError | ClosedError):
+        if getattr(self, "_closed", True) or self._core.closed_by is not None:
             return
         warnings.warn("an Admin was not closed: use `with` or close()", ResourceWarning, source=self, stacklevel=2)
         core, loop = self._core, self._background.loop

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from metamq.client.checks import check_callables, check_seconds, check_whole, partition_of
+from metamq.client.checks import check_callables, check_seconds, partition_of
 from metamq.client.consumer.aio_listener import ListenerTasks
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
@@ -23,7 +23,7 @@ from metamq.client.one_loop import OneLoop
 from metamq.client.opened_later import OpenedLater
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
-from metamq.errors import ConfigError, ForkedError
+from metamq.errors import ForkedError
 
 if TYPE_CHECKING:
     from metamq.client.fetch.inbox import InFlightBatch
@@ -122,11 +122,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
 
     async def batches(self, max_messages: int | None = None) -> AsyncGenerator[MessageBatch[T], None]:
         """Iterates over batches as they are stored, without an object per message; see metamq.Consumer.batches."""
-        if max_messages is not None:
-            check_whole("max_messages", max_messages, 1)
-        if self._filter is not None:
-            raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
-        self._core.check_loop_may_begin()
+        self._check_batches(max_messages)
         with self._one_loop.begun(asyncio.current_task) as check_loop:
             check_loop()
             self._finish()

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from metamq.client.background import at_once, background
-from metamq.client.checks import check_callables, check_seconds, check_whole, not_picklable, partition_of
+from metamq.client.checks import check_callables, check_seconds, not_picklable, partition_of
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer.dead_letters import DeadLetters
@@ -173,11 +173,7 @@ class Consumer(ConsumerApi[T]):
         `max_messages` joins fetched batches of a partition, up to so many messages: the result is fewer and larger
         batches if the producers' batches are small. It does not wait for more messages, and splits no stored batch.
         """
-        if max_messages is not None:
-            check_whole("max_messages", max_messages, 1)
-        if self._filter is not None:
-            raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
-        self._core.check_loop_may_begin()
+        self._check_batches(max_messages)
         with self._one_loop.begun(threading.current_thread) as check_loop:
             check_loop()
             self._finish()

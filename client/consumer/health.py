@@ -1,4 +1,4 @@
-"""What a consumer shows of itself: the results of `consumer.health()`, and the progress that it publishes."""
+"""The state of a consumer, the result of `consumer.health()`; and its progress, which it publishes."""
 
 from __future__ import annotations
 

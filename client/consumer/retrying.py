@@ -1,4 +1,4 @@
-"""What becomes of a message whose listener fails: another attempt after a pause, then the dead-letter topic.
+"""The retries of a message whose listener fails: another attempt after a pause, then the dead-letter topic.
 
 `run()` of the blocking Consumer calls the listener in threads, that of the asyncio Consumer in tasks. The steps are
 written once, as coroutines, which never wait for a loop in a thread.

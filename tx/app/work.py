@@ -75,10 +75,6 @@ class GlobalTransaction:
         """True if the client knows the topic's configuration. Any thread."""
         return topic in self._cluster.configs
 
-    async def send(self, topic: str, message: AnyMessage) -> None:
-        """Takes a message. Raises as send_many()."""
-        await self.send_many(topic, [message])
-
     async def send_many(self, topic: str, messages: Sequence[AnyMessage]) -> None:
         """Takes messages; sends full batches. Raises TopicNotFound, MessageTooLarge, ConfigError, and TransactionError
         if a broker has given up the branch."""

@@ -70,7 +70,7 @@ class dbtx(DatabaseBlock):
         """Sends a message with the transaction. Raises as Producer.send, and the error of a broker that refuses it."""
         message = self._producer._message(value, key, headers, partition, timestamp)
         async with self._one_call:
-            await self._working().send(topic, message)
+            await self._working().send_many(topic, [message])
 
     async def send_many(
         self, topic: str, values: Iterable[bytes], *, keys: Sequence[bytes | str | None] | None = None

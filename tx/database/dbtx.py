@@ -248,7 +248,7 @@ class dbtx(DatabaseBlock):
         """Sends a message with the transaction. Raises as Producer.send, and the error of a broker that refuses it."""
         work = self._working()
         message = self._producer._message(value, key, headers, partition, timestamp)
-        self._background.run(work.send(topic, message))
+        self._background.run(work.send_many(topic, [message]))
 
     def send_many(
         self, topic: str, values: Iterable[bytes], *, keys: Sequence[bytes | str | None] | None = None
