@@ -25,7 +25,7 @@ from metamq.cli.show.output import TABLE_OR_JSON, count, folded, listed, print_j
 from metamq.cli.show.replica_view import damage_faults, replica_faults
 from metamq.cli.show.topic_view import not_served, refuses_writes, size_in_words
 from metamq.cli.show.units import show_age, show_bytes
-from metamq.client.admin.admin_groups import children
+from metamq.client.admin.admin_brokers import children
 from metamq.client.admin.admin_replicas import describe_broker
 from metamq.client.admin.admin_topics import describe_topic
 from metamq.client.admin.admin_transactions import open_branches

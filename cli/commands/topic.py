@@ -37,7 +37,7 @@ from metamq.cli.show.units import (
     show_ms,
     show_retention,
 )
-from metamq.client.admin.admin import WAIT_S
+from metamq.client.admin.admin_core import WAIT_S
 from metamq.errors import ConfigError, CorruptData
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_brokers import Found, ask_offsets
+from metamq.client.admin.admin_brokers import Found, ask_offsets, children
 from metamq.client.admin.admin_model import (
     GroupDescription,
     GroupExplanation,
@@ -29,7 +29,7 @@ from metamq.client.admin.admin_topics import read_configs
 from metamq.client.checks import is_whole, partition_of, wrong_type
 from metamq.client.group.rebalance_decisions import why_idle
 from metamq.client.group.strategies import explain
-from metamq.client.producer.producer_api import requested_time_us
+from metamq.client.model import requested_time_us
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionNotFound
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.words import count
@@ -58,14 +58,6 @@ async def check_exists(session: Session, group: str) -> None:
     near = difflib.get_close_matches(group, names)
     hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "`metamq group list` shows all groups."
     raise ConfigError(f"there is no group {group!r}", hint=hint)
-
-
-async def children(session: Session, path: str) -> list[str]:
-    """Returns the names below a node, sorted; none if the node does not exist."""
-    try:
-        return sorted(await session.children(path))
-    except NoNode:
-        return []
 
 
 async def _members(session: Session, group: str) -> dict[str, Member]:
