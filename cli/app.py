@@ -24,7 +24,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import Globals
-from metamq.cli.show.output import say
+from metamq.cli.show.output import say, silence_stdout
 from metamq.errors import ConnectError, MetamqError
 
 OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -49,7 +49,7 @@ COMMANDS = {
     "log": ("metamq.cli.commands.log", "log", "Check and print a broker's files, offline; give up a damaged log."),
     "bench": ("metamq.cli.commands.bench", "bench", "Measure the throughput of a running cluster."),
     "doctor": ("metamq.cli.commands.doctor", "doctor", "Check every part of a cluster, and report problems."),
-    "demo": ("metamq.cli.demo.command", "demo", "Send real data through a real cluster, and kill parts of it."),
+    "demo": ("metamq.cli.demo.story", "demo", "Send real data through a real cluster, and kill parts of it."),
 }
 
 
@@ -125,13 +125,6 @@ def _named(error: OSError) -> OSError:
         if error.filename is None and still.errno == error.errno:
             return OSError(error.errno, error.strerror, "standard output")
     return error
-
-
-def silence_stdout() -> None:
-    """Drops all further output: its reader is gone, and Python's own flush at exit must not fail."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def report(error: Exception, *, debug: bool) -> int:

@@ -19,8 +19,7 @@ import click
 from metamq.broker.config import BrokerConfig
 from metamq.cli.command import CliCommand
 from metamq.cli.commands.tx import PREPARED, age_ms, next_steps, who_decides
-from metamq.cli.context import Globals, current
-from metamq.cli.reach import look_for_cluster
+from metamq.cli.context import Globals, current, look_for_cluster
 from metamq.cli.show.output import TABLE_OR_JSON, count, folded, listed, print_json, styled
 from metamq.cli.show.replica_view import damage_faults, replica_faults
 from metamq.cli.show.topic_view import not_served, refuses_writes, size_in_words

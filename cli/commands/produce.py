@@ -20,6 +20,7 @@ from metamq.cli.context import current
 from metamq.cli.show.output import count, output_option, print_json, say
 from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import TOPIC, Parsed
+from metamq.client.settings import load
 from metamq.errors import MessageTooLarge, MetamqError, Timeout
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 
@@ -95,8 +96,10 @@ def produce(
     # The error that ends the command says the same.
     logging.getLogger("metamq.client").setLevel(max(logging.ERROR, logging.getLogger("metamq").level))
     from metamq import Producer
+    from metamq.client.producer.producer_core import ProducerOptions
 
-    settings = current().client("producer", compression=compression)
+    load(ProducerOptions, "producer", file=current().config, arguments={"compression": compression})
+    settings = current().client()
     interrupt = Interrupt()
     producer: Producer[bytes] = Producer(**settings, compression=compression)
     with producer, interrupt:

@@ -1,9 +1,15 @@
-"""Helpers for all parts of the demo: lines with the time, waits, and the end of an application."""
+"""Helpers for all parts of the demo: lines with the time, waits, and applications that are killed."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from typing import IO
 
 from rich.console import Console
 
@@ -35,3 +41,24 @@ def wait_for(
         if time.monotonic() > deadline:
             raise MetamqError(f"{what} did not come within {limit_s:g} s")
         time.sleep(poll_s)
+
+
+class Application:
+    """A module that runs as a process in a session of its own, so that its children are killed with it."""
+
+    def __init__(self, module: str, arguments: list[str], log: IO[bytes] | None = None) -> None:
+        """Starts it, with its output in `log`. It ends with its standard input."""
+        command = [sys.executable, "-m", module, *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+
+    def status(self) -> int | None:
+        """Returns the exit status; None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """Ends it by SIGKILL, with its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()

@@ -138,6 +138,13 @@ def say(text: str, **style: Any) -> None:
     click.echo(styled(folded(text, sys.stderr), sys.stderr, **style), err=True)
 
 
+def silence_stdout() -> None:
+    """Drops all further output: its reader is gone, and Python's own flush at exit must not fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
 def confirm(plan: Iterable[str], *, yes: bool) -> None:
     """Prints the plan, and returns after --yes or the answer yes. Otherwise ends the command with status 1."""
     for line in plan:

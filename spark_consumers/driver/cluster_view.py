@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from metamq.client.admin.admin_brokers import Found, ask_offsets, ask_slaves
-from metamq.client.admin.admin_groups import check_empty
 from metamq.client.background import background
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ConnectError, PartitionNotFound, TopicNotFound
 from metamq.spark_consumers.source.replicas import ReplicaAddress, replicas_of
+from metamq.zk.groups.members import check_empty
 from metamq.zk.groups.ownership import CommittedOffset, reset_offset
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition

@@ -208,7 +208,7 @@ def test_nothing_new_is_said_once_each_broker_has_said_it(two_brokers: Cluster, 
 def test_a_broker_that_was_warned_of_is_not_waited_for(
     two_brokers: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metamq.spark_consumers.driver.unanswered.WARN_AFTER_S", 0.5)
+    monkeypatch.setattr("metamq.spark_consumers.driver.stream_planner.WARN_AFTER_S", 0.5)
     query = Query(two_brokers)
     assert query.batch()
     two_brokers.brokers[1].kill()

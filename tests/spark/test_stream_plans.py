@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from metamq.client.admin.admin_brokers import Found
 from metamq.errors import ConnectError, CorruptData, MetamqError, OffsetDiverged, TopicNotFound
-from metamq.spark_consumers.driver.admission import admit, is_enough
-from metamq.spark_consumers.driver.progress import BatchLimits, QueryStep, begin, lost_partitions, reachable, step
+from metamq.spark_consumers.driver.progress import (
+    BatchLimits,
+    QueryStep,
+    admit,
+    begin,
+    is_enough,
+    lost_partitions,
+    reachable,
+    step,
+)
 from metamq.spark_consumers.driver.publishing import Publisher
 from metamq.spark_consumers.driver.stream_offsets import (
     START,
@@ -24,7 +32,7 @@ from metamq.spark_consumers.driver.stream_offsets import (
     from_json,
     to_json,
 )
-from metamq.spark_consumers.driver.unanswered import WARN_AFTER_S, Unanswered
+from metamq.spark_consumers.driver.stream_planner import WARN_AFTER_S, Unanswered
 from metamq.wire.commands import OffsetsResult
 from metamq.zk.partitions import TopicPartition
 
