@@ -64,7 +64,7 @@ class Globals:
 
         return Admin(**self.client())
 
-    def log(self, quiet: int = logging.WARNING) -> None:
+    def log(self, quiet: int) -> None:
         """Sends log lines from level `quiet` up to standard error; -v, -vv and --debug log more."""
         level = logging.DEBUG if self.debug or self.verbose > 1 else logging.INFO if self.verbose else quiet
         logging.basicConfig(level=max(level, logging.WARNING), format=LOG_FORMAT)

@@ -63,7 +63,6 @@ def bench(messages: int, size: int, partitions: int, compression: str | None, ke
     from metamq.client.fetch.consumer_options import ConsumerOptions
     from metamq.client.producer.producer_core import ProducerOptions
 
-    current().log()
     topic = f"bench-{secrets.token_hex(4)}"
     load(ProducerOptions, "producer", file=current().config, arguments={"compression": compression})
     load(ConsumerOptions, "consumer", file=current().config, arguments={})

@@ -63,7 +63,6 @@ def export(file: Path | None, output: str) -> None:
     metamq cluster export cluster.json
     metamq cluster export | gzip > cluster-$(date +%F).json.gz
     """
-    current().log()
     with current().admin() as admin:
         document = admin.export_cluster()
     text = escaped_json(json.dumps(document, indent=1)) + "\n"
@@ -112,7 +111,6 @@ def inspect(folder: Path, output: str) -> None:
     \b
     metamq cluster inspect ./broker-0 > broker-0.json
     """
-    current().log()
     print_json(inspect_folder(folder).to_json())
 
 
@@ -167,7 +165,6 @@ def restore(
     metamq cluster restore --data ./broker-0 --data ./broker-0-slave
     metamq cluster restore --data ./broker-0 --folder broker-1.json --yes
     """
-    current().log()
     reports = [inspect_folder(folder) for folder in folders]
     reports += [FolderReport.from_json(file.read_bytes(), str(file)) for file in files]
     if not reports:
@@ -292,7 +289,6 @@ def remove_broker(broker_id: int, accept_loss: bool, yes: bool, output: str) -> 
     metamq cluster remove-broker 3
     metamq cluster remove-broker 3 --accept-loss --yes
     """
-    current().log()
     with current().admin() as admin:
         plan = admin.plan_removal(broker_id)
         confirm(removal_lines(plan, accept_loss), yes=yes)

@@ -90,7 +90,6 @@ def consume(
         raise click.UsageError(
             "a group begins at its committed offsets: set them with `metamq group reset`, or omit --group"
         )
-    current().log()
     render = {"text": template, "json": as_json, "raw": as_raw}[output]
     load(ConsumerOptions, "consumer", file=current().config, arguments={})
     settings = current().client()

@@ -79,7 +79,7 @@ class Finding:
     hint: str = ""
 
 
-@click.command(cls=CliCommand)
+@click.command(cls=CliCommand, quiet=logging.CRITICAL)
 @TABLE_OR_JSON
 def doctor(output: str) -> int:
     """Check every part, from settings, Java and disk to topics, groups and transactions, and report problems.
@@ -92,7 +92,6 @@ def doctor(output: str) -> int:
     metamq doctor -o json | jq '.[] | select(.status != "ok")'
     """
     settings = current()
-    settings.log(quiet=logging.CRITICAL)
     # So that a wait for ZooKeeper is logged.
     logging.getLogger("metamq.zk").setLevel(min(logging.WARNING, logging.getLogger("metamq").level))
     findings: list[Finding] = []

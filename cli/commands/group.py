@@ -48,7 +48,6 @@ def list_groups(output: str) -> None:
     metamq group list
     metamq group list -o json | jq -r '.[] | select(.members == []) | .group'
     """
-    current().log()
     with current().admin() as admin:
         found = list(admin.groups().values())
     if output == "json":
@@ -73,7 +72,6 @@ def describe(names: tuple[str, ...], output: str) -> None:
     metamq group describe etl
     metamq group describe etl -o json | jq '.[0].partitions | map(.lag) | add'
     """
-    current().log()
     with current().admin() as admin:
         found = [admin.describe_group(name) for name in names]
     if output == "json":
@@ -162,7 +160,6 @@ def explain(name: str, output: str) -> None:
     \b
     metamq group explain etl
     """
-    current().log()
     with current().admin() as admin:
         found = admin.explain_group(name)
     if output == "table":
@@ -220,7 +217,6 @@ def reset(
     metamq group reset etl flights --partition 0-3=1200 --yes
     """
     to = _reset_to(topic, place, offsets)
-    current().log()
     with current().admin() as admin:
         resets = admin.reset_offsets(name, topic, to, dry_run=True)
         if not dry_run:
@@ -266,7 +262,6 @@ def evict(name: str, member: str, yes: bool, output: str) -> None:
     metamq group describe etl                            shows the members
     metamq group evict etl etl_host-4711-0a1b2c3d --yes
     """
-    current().log()
     with current().admin() as admin:
         plan = _eviction(admin.describe_group(name), member)
         if plan:  # else there is no such member, and evict() raises
@@ -301,7 +296,6 @@ def delete(names: tuple[str, ...], yes: bool, output: str) -> None:
     \b
     metamq group delete etl --yes
     """
-    current().log()
     with current().admin() as admin:
         found = [admin.describe_group(name) for name in names]
         committed = [sum(part.committed is not None for part in one.partitions) for one in found]

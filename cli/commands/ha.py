@@ -66,7 +66,6 @@ def status(broker_id: int | None, output: str) -> int:
     metamq ha status
     metamq ha status -o json | jq '.[].replicas[] | select(.in_sync | not)'
     """
-    current().log()
     with current().admin() as admin:
         replicas = admin.replicas()
     if broker_id is not None and broker_id not in replicas:
@@ -125,7 +124,6 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
     metamq ha wait --in-sync 2
     metamq ha wait --broker 0 --in-sync 3 --limit 10m
     """
-    current().log()
     deadline = time.monotonic() + limit_ms / 1000
     waiting = _Waiting()
     with _admin_of_a_cluster(deadline, waiting) as admin:
@@ -227,7 +225,6 @@ def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: 
     metamq ha promote --broker 0 --slave 1
     metamq ha promote --broker 0 --slave 1 --accept-loss
     """
-    current().log()
     with current().admin() as admin:
         plan = admin.plan_promotion(broker_id, replica)
         confirm(_plan_lines(plan, accept_loss), yes=yes)
@@ -254,7 +251,6 @@ def remove(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: s
     \b
     metamq ha remove --broker 0 --replica 1
     """
-    current().log()
     with current().admin() as admin:
         plan = admin.plan_removal(broker_id, replica)
         confirm(removal_lines(plan, accept_loss), yes=yes)

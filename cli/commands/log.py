@@ -13,7 +13,6 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.commands.log_forget import accept, forget, lost_partitions, resolve_data_folder
-from metamq.cli.context import current
 from metamq.cli.log_reader import (
     LogFinding,
     PartitionFolder,
@@ -69,7 +68,6 @@ def verify(folder: Path, output: str) -> int:
     metamq log verify ./metamq-data
     metamq log verify ./metamq-data/broker/topics/flights@0123456789abcdef -o json
     """
-    current().log()
     partitions = find_partitions(folder)
     data_folder = resolve_data_folder(folder)
     is_used = _warn_if_used(folder)
@@ -149,7 +147,6 @@ def dump(folder: Path, from_offset: int, limit: int | None, with_messages: bool,
     metamq log dump ./metamq-data/broker/topics/flights@0123456789abcdef/0
     metamq log dump ./metamq-data --from 5000 -n 1 --messages
     """
-    current().log()
     partitions = find_partitions(folder)
     _warn_if_used(folder)
     for partition in partitions:

@@ -22,7 +22,6 @@ from metamq.broker.data.folder_report import data_folder, is_copy, is_replaced, 
 from metamq.broker.data.topics import OWN
 from metamq.broker.log.disk import flushed
 from metamq.cli.command import CliCommand
-from metamq.cli.context import current
 from metamq.cli.log_reader import PartitionFolder, verify_partition
 from metamq.cli.show.output import TEXT_OR_JSON, YES, confirm, count, listed, print_json, say
 from metamq.cli.show.progress import progress_bar
@@ -88,7 +87,6 @@ def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
     metamq log forget ./broker-0 flights/0-1
     metamq log forget ./broker-0 flights/0-1 --yes
     """
-    current().log()
     folder = resolve_data_folder(folder)
     with locked(folder):
         meta, _mark = read_meta(folder)
@@ -123,7 +121,6 @@ def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
     metamq log accept ./broker-0 flights/0-1
     metamq log accept ./broker-0 flights/0-1 --yes
     """
-    current().log()
     folder = resolve_data_folder(folder)
     with locked(folder) as lock_mark:
         meta, mark = read_meta(folder)

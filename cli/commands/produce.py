@@ -92,7 +92,6 @@ def produce(
         )
     if values and file is not None:
         raise click.UsageError("give VALUEs or --file, not both")
-    current().log()
     # The error that ends the command says the same.
     logging.getLogger("metamq.client").setLevel(max(logging.ERROR, logging.getLogger("metamq").level))
     from metamq import Producer

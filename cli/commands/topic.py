@@ -113,7 +113,6 @@ def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, o
     metamq topic create clicks --retention 12h --retention-bytes 10GiB
     metamq topic create views --broker 0 --broker 1
     """
-    current().log()
     with current().admin() as admin, _named_as_given(options):
         config = admin.create_topic(
             name, partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **_given(options)
@@ -148,7 +147,6 @@ def list_topics(output: str) -> None:
     metamq topic list
     metamq topic list -o json | jq -r '.[].topic'
     """
-    current().log()
     with current().admin() as admin:
         configs = list(admin.topics().values())
     if output == "json":
@@ -180,7 +178,6 @@ def describe(names: tuple[str, ...], output: str) -> None:
     metamq topic describe flights
     metamq topic describe flights -o json | jq '.[0].partitions[].problem'
     """
-    current().log()
     with current().admin() as admin:
         found = [admin.describe_topic(name) for name in names]
     if output == "json":
@@ -219,7 +216,6 @@ def alter(
     metamq topic alter flights --partitions 8
     metamq topic alter flights --retention 1h --yes
     """
-    current().log()
     settings = _given(options)
     if not settings and partitions is None:
         raise click.UsageError("give a setting to change, such as --retention 30d")
@@ -261,7 +257,6 @@ def delete(names: tuple[str, ...], wait_ms: int, yes: bool, output: str) -> None
     metamq topic delete flights          shows the plan
     metamq topic delete flights --yes
     """
-    current().log()
     with current().admin() as admin:
         plan = []
         readers = admin.groups().values()

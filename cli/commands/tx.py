@@ -71,7 +71,6 @@ def list_branches(state: str | None, output: str) -> int:
     metamq tx list
     metamq tx list --state prepared -o json | jq '.[] | select(.age_s > 600)'
     """
-    current().log()
     with current().admin() as admin:
         found = admin.transactions()
     branches = [one for one in found.branches if state in (None, one.state)]
@@ -128,7 +127,6 @@ def show(xid: str, output: str) -> None:
     metamq tx show 19793_b3JkZXItMTc=_MA==
     metamq tx show 19793_b3JkZXItMTc=_MA== -o json
     """
-    current().log()
     with current().admin() as admin:
         found, problems = _find(admin, xid)
     if output == "json":
@@ -361,7 +359,6 @@ _DONE = {"commit": "committed", "rollback": "rolled back", "forget": "forgotten"
 
 
 def _decide(text: str, broker_id: int | None, yes: bool, output: str, what: str) -> None:
-    current().log()
     with current().admin() as admin:
         found = _find_to_decide(admin, text, broker_id)
         wrong = [one for one in found if one.state not in _ALLOWED[what]]

