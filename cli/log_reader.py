@@ -24,6 +24,7 @@ from metamq.broker.log.disk.files import FileCache, ReadOnlyFiles
 from metamq.broker.log.disk.flushed import FlushFile, FlushPoint
 from metamq.broker.log.disk.scan import checked_batches, find_flushed_claim, find_intact, read_at
 from metamq.broker.log.disk.segments import Inventory, Segment, take_inventory
+from metamq.cli.processes import is_alive
 from metamq.errors import ConfigError, CorruptData
 from metamq.words import count
 from metamq.zk.names import partition_name
@@ -147,13 +148,7 @@ def _is_locked(lock: Path, pid: str) -> bool:
     with contextlib.suppress(OSError):
         inode = lock.stat().st_ino
         return any(" FLOCK " in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
-    try:
-        os.kill(int(pid), 0)
-    except PermissionError:
-        return True
-    except (ValueError, OSError, OverflowError):
-        return False
-    return True
+    return is_alive(pid)
 
 
 def verify_partition(partition: PartitionFolder, advance: Advance) -> PartitionReport:
