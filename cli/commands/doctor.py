@@ -10,9 +10,9 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -21,7 +21,7 @@ from metamq.cli.command import CliCommand
 from metamq.cli.commands.tx import PREPARED, age_ms, next_steps, who_decides
 from metamq.cli.context import Globals, current, look_for_cluster
 from metamq.cli.show.output import TABLE_OR_JSON, count, folded, listed, print_json, styled
-from metamq.cli.show.replica_view import damage_faults, replica_faults
+from metamq.cli.show.replica_view import Finding, damage_faults, replica_faults
 from metamq.cli.show.topic_view import not_served, refuses_writes, size_in_words
 from metamq.cli.show.units import show_age, show_bytes
 from metamq.client.admin.admin_groups import children
@@ -42,8 +42,6 @@ from metamq.zk.server import jars
 from metamq.zk.server.java import find_java, java_version
 from metamq.zk.servers import parse_servers
 from metamq.zk.session.session import Session
-
-Status = Literal["ok", "warning", "problem"]
 
 UNREACHABLE = 3
 TIMEOUT_S = 5.0
@@ -67,16 +65,6 @@ PREPARED_MS_MAX = 60_000
 BRANCHES_NAMED = 5
 INDENT = 9
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    what: str
-    status: Status
-    detail: str
-    hint: str = ""
 
 
 @click.command(cls=CliCommand, quiet=logging.CRITICAL)
@@ -278,7 +266,7 @@ async def _look_at_broker(cluster: ClusterClient, broker_id: int, report: Callab
         report(Finding(what, "problem", error.problem, "`metamq ha status` shows its replicas."))
         return False
     for fault in (*faults, *damage_faults(found)):
-        report(Finding(fault.what, fault.status, fault.detail, fault.hint))
+        report(fault)
     return not any(fault.status == "problem" for fault in faults)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from metamq.zk.names import check_consumer, parse_partition
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
-    from metamq.client.admin.admin_model import GroupDescription, OffsetReset, ResetTo
+    from metamq.client.admin.admin_model import GroupDescription, GroupPartition, OffsetReset, ResetTo
 
 RESET_HEADINGS = ("PARTITION", "BEFORE", "AFTER")
 
@@ -107,10 +108,10 @@ def _print_description(one: GroupDescription) -> None:
                 for part in one.partitions
             ],
         )
-    for keeper, names in _keepers(one).items():
+    for keeper, names in _grouped(one, lambda part: part.kept_by).items():
         words = f"Offsets are kept by {keeper}, not in ZooKeeper: {listed(names)}"
         click.echo(folded(words, sys.stdout))
-    for problem, names in _problems(one).items():
+    for problem, names in _grouped(one, lambda part: part.problem).items():
         click.echo(folded(f"The end of {listed(names)} is unknown: {problem}", sys.stdout))
     if one.members:
         click.echo()
@@ -133,21 +134,12 @@ def _print_description(one: GroupDescription) -> None:
             click.echo(folded(f"{member.consumer_id} has no partition: {member.idle_reason}", sys.stdout))
 
 
-def _keepers(one: GroupDescription) -> dict[str, list[str]]:
-    """Returns the partitions whose offsets are not in ZooKeeper, by the store that has them."""
+def _grouped(one: GroupDescription, text_of: Callable[[GroupPartition], str]) -> dict[str, list[str]]:
+    """Returns the names of the partitions that have a text, by that text."""
     found: dict[str, list[str]] = {}
     for part in one.partitions:
-        if part.kept_by:
-            found.setdefault(part.kept_by, []).append(f"{part.topic}/{part.partition}")
-    return found
-
-
-def _problems(one: GroupDescription) -> dict[str, list[str]]:
-    """Returns the partitions whose end no broker reports, by the problem."""
-    found: dict[str, list[str]] = {}
-    for part in one.partitions:
-        if part.problem:
-            found.setdefault(part.problem, []).append(f"{part.topic}/{part.partition}")
+        if text := text_of(part):
+            found.setdefault(text, []).append(f"{part.topic}/{part.partition}")
     return found
 
 

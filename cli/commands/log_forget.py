@@ -10,6 +10,8 @@ the start of the log (metamq.broker.log.disk.epochs).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +96,8 @@ def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
         _check_is_not_journal(place, partition)
         plan = _plan(place, meta)
     confirm(_plan_lines(plan, place), yes=yes)
-    opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
-    try:
+    with _opened(folder, meta) as opened:
         moved_to = opened.forget_partition(place.topic, place.topic_id, place.index, place.name)
-    finally:
-        opened.close(clean=False)
     if output == "json":
         print_json({**asdict(plan), "moved_to": None if moved_to is None else str(moved_to)})
         return
@@ -137,15 +136,21 @@ def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
     if place.topic.startswith(OWN):
         lines.append(OLDER_JOURNAL)
     confirm([*lines, *_effects(plan, "every message that these files lack")], yes=yes)
-    opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
-    try:
+    with _opened(folder, meta) as opened:
         opened.accept_partition(place.topic, place.topic_id, place.index, place.name)
-    finally:
-        opened.close(clean=False)
     if output == "json":
         print_json(asdict(plan))
         return
     say(f"{place.name} is accepted. Start the broker.")
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, meta: dict[str, Any]) -> Iterator[DataFolder]:
+    opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
+    try:
+        yield opened
+    finally:
+        opened.close(clean=False)
 
 
 def resolve_data_folder(folder: Path) -> Path:

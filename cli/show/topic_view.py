@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,20 +27,7 @@ def config_json(config: TopicConfig) -> dict[str, Any]:
 
 
 def description_json(one: TopicDescription) -> dict[str, Any]:
-    partitions = [
-        {
-            "partition": partition.partition,
-            "broker_id": partition.broker_id,
-            "address": partition.address,
-            "live": partition.live,
-            "start_offset": partition.start_offset,
-            "stable_offset": partition.stable_offset,
-            "messages": partition.messages,
-            "size_bytes": partition.size_bytes,
-            "problem": partition.problem,
-        }
-        for partition in one.partitions
-    ]
+    partitions = [{**asdict(each), "live": each.live, "messages": each.messages} for each in one.partitions]
     return {
         "topic": one.topic,
         "messages": one.messages,

@@ -15,6 +15,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange, TopicNotFound
@@ -67,7 +68,7 @@ class StreamPlanner:
             view = ClusterView(self._options.zookeeper, self._options.root)
             if self._options.group is not None:
                 view.check_group(self._options.group)
-                self._publisher = Publisher(view, self._options.group)
+                self._publisher = Publisher(partial(view.publish_soon, self._options.group))
             self._view = view
         return self._view
 

@@ -269,7 +269,7 @@ class Slow:
         self.published: list[Places] = []
         self.under_way: list[Future[None]] = []
 
-    def publish_soon(self, _group: str, places: Places) -> Future[None]:
+    def publish_soon(self, places: Places) -> Future[None]:
         self.published.append(places)
         self.under_way.append(Future())
         return self.under_way[-1]
@@ -277,7 +277,7 @@ class Slow:
 
 def test_only_what_changed_is_published_and_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
     view = Slow()
-    publisher = Publisher(view, "g")
+    publisher = Publisher(view.publish_soon)
     publisher.offer({A0: place(1), A1: place(1)})
     publisher.offer({A0: place(2), A1: place(1)})
     assert view.published == [{A0: place(1), A1: place(1)}]
@@ -298,7 +298,7 @@ def test_only_what_changed_is_published_and_one_after_the_other(caplog: pytest.L
 def test_publishing_may_fail_by_anything(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing depends on it: neither does the query end, nor is that taken for an attempt that is under way still."""
     view = Slow()
-    publisher = Publisher(view, "g")
+    publisher = Publisher(view.publish_soon)
     publisher.offer({A0: place(1)})
     view.under_way[-1].set_exception(error)
     publisher.offer({A0: place(1)})
