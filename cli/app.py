@@ -74,7 +74,7 @@ class LazyGroup(Group):
 @click.group(cls=LazyGroup)
 @click.version_option(package_name="metamq", prog_name="metamq", message="%(prog)s %(version)s")
 def metamq() -> None:
-    """A pull-style message queue: brokers, topics, groups, from the command line.
+    """Run, use and check metamq, a pull-style message queue.
 
     \b
     metamq up                           starts a cluster; in another terminal:

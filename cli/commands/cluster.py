@@ -57,7 +57,7 @@ def export(file: Path | None, output: str) -> None:
 
     The export has the topics with their settings, the masters and in-sync sets, the groups' offsets and Spark's
     decisions. It does not have nodes that exist only while a process runs. Export regularly: `metamq cluster restore`
-    sets groups back to this state. An older export in FILE is replaced; an export of another cluster is not.
+    sets groups back to this state. The command replaces an older export in FILE, but not an export of another cluster.
 
     \b
     metamq cluster export cluster.json
@@ -138,7 +138,11 @@ _EXAMPLES = {"--master": "0=1", "--topic": "orders@0123456789abcdef"}
     "--master", "masters", metavar="BROKER=REPLICA", multiple=True, help="The next master of a broker id; repeatable."
 )
 @click.option(
-    "--topic", "topics", metavar="NAME@ID", multiple=True, help="The topic to keep of two with one name; repeatable."
+    "--topic",
+    "topics",
+    metavar="NAME@ID",
+    multiple=True,
+    help="The topic to keep, if two topics have one name; repeatable.",
 )
 @click.option(
     "--without-broker", "without", metavar="ID", type=int, multiple=True,
@@ -159,7 +163,7 @@ def restore(
     """Restore a lost ZooKeeper's content from the brokers' data folders, and from an export.
 
     Stop all brokers, and give the folder of every replica. Without --yes the command writes nothing: it shows the plan,
-    and what it cannot find out. If it was interrupted, run it again. Then start the brokers.
+    and the decisions that it needs from you. If it was interrupted, run it again. Then start the brokers.
 
     \b
     metamq cluster restore --data ./broker-0 --data ./broker-0-slave
@@ -187,7 +191,7 @@ def restore(
     for note in plan.notes:
         say(note)
     if plan.questions:
-        raise ConfigError("this restore needs a decision", hint="\n  ".join(plan.questions))
+        raise ConfigError("this restore needs a decision from you", hint="\n  ".join(plan.questions))
     if standing.is_finished:
         say(f"Cluster {plan.cluster_id} is already in ZooKeeper: nothing is written. Start the brokers.")
         return

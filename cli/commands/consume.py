@@ -67,7 +67,9 @@ Ends = dict[TopicPartition, int]
     metavar="FORMAT",
     help="Format of a message, as below.",
 )
-@output_option("text", "json", "raw", text="As in --format, one JSON object per line, or only the bytes of values.")
+@output_option(
+    "text", "json", "raw", text="text: as --format says. json: one JSON object per line. raw: only the bytes of values."
+)
 def consume(
     topics: tuple[str, ...],
     group: str | None,

@@ -70,7 +70,7 @@ COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 @click.command(cls=CliCommand, quiet=logging.CRITICAL)
 @TABLE_OR_JSON
 def doctor(output: str) -> int:
-    """Check every part, from settings, Java and disk to topics, groups and transactions, and report problems.
+    """Check settings, Java, disk, ZooKeeper, brokers, topics, groups and transactions, and report problems.
 
     Ends with status 0 if there is no problem (a warning is no problem), 3 if ZooKeeper is not reachable, else 1.
 

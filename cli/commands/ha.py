@@ -59,8 +59,8 @@ def status(broker_id: int | None, output: str) -> int:
     """Show each broker's replicas: roles, the in-sync set, how far slaves are behind their master.
 
     STATE is up, down (not registered), or silent (a registered master that left two requests unanswered). IN SYNC is
-    the value in ZooKeeper, also for a replica that is down. Faults and their repair go to standard error, and the exit
-    status is then 1. A replica that is neither in sync nor running is unknown, and not shown.
+    the value in ZooKeeper, also for a replica that is down. If there are faults, the command prints them and their
+    repair on standard error, and the exit status is 1. It does not show a replica that is neither in sync nor running.
 
     \b
     metamq ha status
@@ -117,8 +117,8 @@ def _row(broker: BrokerReplicas, replica: ReplicaDescription) -> list[object]:
 def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
     """Wait until enough replicas of each broker, the master included, run and are in sync.
 
-    For scripts: between two steps of a rolling restart, before a promotion. Ends with status 1 at the limit. With
-    -o json it prints the same as `metamq ha status`.
+    For scripts: run it between two steps of a rolling restart, and before a promotion. It ends with status 1 after the
+    time of --limit. With -o json it prints the same as `metamq ha status`.
 
     \b
     metamq ha wait --in-sync 2
@@ -218,7 +218,7 @@ def _brokers(found: Iterable[int]) -> str:
 def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: str) -> None:
     """Make a slave the master of its broker id, without a restart.
 
-    A master that runs hands over to a slave that is in sync, and becomes a slave. A master that is down becomes a slave
+    A running master hands over to a slave that is in sync, and becomes a slave. A master that is down becomes a slave
     when it starts again. Producers and consumers find the new master by themselves.
 
     \b
@@ -244,9 +244,9 @@ def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: 
 def remove(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: str) -> None:
     """Remove a slave that is lost permanently.
 
-    It leaves the in-sync set. After the last slave of a broker id, the broker id counts as one that never had a slave.
-    The command refuses a replica that runs. It also refuses the master: promote another replica first. To remove a
-    whole broker id, use `metamq cluster remove-broker`.
+    It leaves the in-sync set. When the last slave of a broker id is removed, the broker id counts as one that never had
+    a slave. The command refuses a replica that runs. It also refuses the master: promote another replica first. To
+    remove a whole broker id, use `metamq cluster remove-broker`.
 
     \b
     metamq ha remove --broker 0 --replica 1

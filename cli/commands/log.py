@@ -60,9 +60,10 @@ log.add_command(accept)
 def verify(folder: Path, output: str) -> int:
     """Check every batch in DIR: a broker's data folder, or the folder of a topic or a partition in it.
 
-    Checks both checksums of each batch, and that offsets and segments join. Bad bytes that were never flushed are a
-    torn tail, which is no damage: the broker cuts it when it starts. A partition is also damaged if its folder is
-    missing although the broker had it, or if its files came from elsewhere. Ends with status 1 if there is damage.
+    Checks both checksums of each batch, and that there is no gap between offsets or segments. Bad bytes that were never
+    flushed are a torn tail. That is no damage: the broker cuts it when it starts. A partition is also damaged if its
+    folder is missing although the broker had it, or if its files came from elsewhere. Ends with status 1 if there is
+    damage.
 
     \b
     metamq log verify ./metamq-data

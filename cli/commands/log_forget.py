@@ -82,7 +82,8 @@ def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
     """Give up one partition in DIR, the data folder of a stopped broker: its log is damaged, or missing.
 
     The log is moved aside, not removed. At its next start the broker makes an empty log. A slave copies the partition
-    again. At a master without a slave in sync the messages are lost, and consumers follow their `on_data_loss`.
+    again. If a master has no slave in sync, the messages are lost, and consumers do what their setting `on_data_loss`
+    says.
 
     \b
     metamq log verify ./broker-0
@@ -113,8 +114,8 @@ def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
     """Accept the files of one partition in DIR that came from elsewhere, such as a backup.
 
     DIR is the data folder of a stopped broker. The broker does not serve such a partition, because it may lack
-    messages. At a master without a slave in sync, messages that the files lack are lost, and consumers follow their
-    `on_data_loss`.
+    messages. If a master has no slave in sync, messages that the files lack are lost, and consumers do what their
+    setting `on_data_loss` says.
 
     \b
     metamq log accept ./broker-0 flights/0-1
@@ -234,7 +235,7 @@ def _check_is_replaced(place: KnownPartition, folder: Path, *, is_whole_copy: bo
     else:
         reason = "this replica used the same files last"
     raise ConfigError(
-        f"{place.name} needs no accept: {reason}",
+        f"{place.name} does not need `metamq log accept`: {reason}",
         hint=f"Start the broker. `metamq log verify {folder}` shows whether a log is damaged.",
     )
 

@@ -61,7 +61,7 @@ def parse_header(text: str) -> tuple[str, bytes]:
 )
 @click.option("-p", "--partition", metavar="PARTITION", help="Send all messages to this partition, such as 0-3.")
 @click.option("-z", "--compression", type=click.Choice(["lz4", "zstd"]), help="Compress batches.")
-@output_option("text", "json", text="The summary as text on standard error, or as JSON on standard output.")
+@output_option("text", "json", text="Print the summary as text on standard error, or as JSON on standard output.")
 def produce(
     topic: str,
     values: tuple[str, ...],
@@ -75,9 +75,9 @@ def produce(
 ) -> int:
     """Send each line of standard input to TOPIC, or each VALUE.
 
-    Lines may have any bytes. The newline is not part of the message, and the last line may lack it. With -K a line
-    without the separator has no key. Ctrl-C stores the messages that were read, and ends with status 130. A second
-    Ctrl-C does not wait, and prints the number of messages that may not be stored.
+    Lines may have any bytes. The newline is not part of the message; the last line needs none. With -K, a line without
+    the separator becomes a message without a key. Ctrl-C stores the messages that were read, and ends with status 130.
+    A second Ctrl-C does not wait, and prints the number of messages that may not be stored.
 
     \b
     echo hello | metamq produce flights

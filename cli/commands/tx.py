@@ -65,7 +65,7 @@ def list_branches(state: str | None, output: str) -> int:
     """List the open branches: first the prepared ones, the oldest first.
 
     AGE is the time since a branch was prepared or decided. OWNER is the host, process and session that began the
-    branch. The exit status is 1 if a broker cannot be asked.
+    branch. The exit status is 1 if a broker does not answer.
 
     \b
     metamq tx list
@@ -312,8 +312,8 @@ def commit(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
     another is rolled back. So commit only if the manager is lost, or says that it has committed. The manager receives
     the decision when it asks.
 
-    XID is a full id, or a global transaction as for `metamq tx show`. If a broker cannot be asked, the command does
-    nothing without --broker.
+    XID is a full id, or a global transaction as for `metamq tx show`. If a broker does not answer, give --broker:
+    without it the command does nothing.
 
     \b
     metamq tx commit 19793_b3JkZXItMTc=_MA==

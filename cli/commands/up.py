@@ -82,10 +82,10 @@ def up(
 
     The first start downloads ZooKeeper's jars (4 MB). Without a network, see `metamq zookeeper --fetch-jars`.
 
-    Prints a line to paste into the shells of clients; with the usual port, clients on this machine do not need it. With
-    -o json it prints all addresses on one line. If a master or slave is killed, the command reports it, and the others
-    continue. Slaves have the next free ports. The broker's settings come from [broker] of the TOML file and from
-    METAMQ_BROKER_... variables, except its id, replica number, address, ports and data folder.
+    Prints an `export` line for the shells of clients. Clients on this machine need it only if ZooKeeper has another
+    port than 2181. With -o json it prints all addresses on one line. If a master or a slave is killed, the command
+    reports it, and the others continue. Slaves have the next free ports. The broker's settings come from [broker] of
+    the TOML file and from METAMQ_BROKER_... variables, except its id, replica number, address, ports and data folder.
 
     \b
     metamq up

@@ -71,8 +71,7 @@ def check_direction(
     """
     if end < start and (ending.is_time or wanted != LATEST):
         raise ConfigError(
-            f"{tp} would be read from offset {start} on, by option {starting.option!r}, and up to {end}, by option "
-            f"{ending.option!r}",
+            f"option {starting.option!r} begins {tp} at offset {start}, and option {ending.option!r} ends it at {end}",
             hint="Give a later end, or an earlier start.",
         )
 

@@ -131,7 +131,9 @@ def check_path(given: Mapping[str, str], topic_option: str) -> None:
     """Refuses a path given to load(), save() or start(). A table's folder, which Spark makes up, is a URL."""
     path = next((text for name, text in given.items() if name.lower() == "path"), None)
     if path is not None and ":/" not in path:
-        raise ConfigError(f"a topic has no path, and {path!r} is one", hint=f"Name the topic: option {topic_option!r}.")
+        raise ConfigError(
+            f"a topic has no path, but the path {path!r} is given", hint=f"Name the topic: option {topic_option!r}."
+        )
 
 
 def _refuse_pushdown(texts: Texts) -> None:
@@ -139,7 +141,7 @@ def _refuse_pushdown(texts: Texts) -> None:
     share: a second scan of the same data frame or table would lose rows to the filters of the first."""
     if texts.flag("pushdown", False):
         raise ConfigError(
-            "option 'pushdown' is 'true', and Spark mixes up the filters of a data frame's scans: rows are missing",
+            "option 'pushdown' is 'true', but Spark mixes up the filters of a data frame's scans, so rows are missing",
             hint="Remove it: Spark filters the rows. To read less, give startingOffsets, endingOffsets, "
             "startingTimestamp or endingTimestamp, or assign.",
         )

@@ -158,10 +158,14 @@ def test_a_time_that_is_likely_in_seconds_is_doubted(given: dict[str, str], is_d
         (
             {"pushdown": "true"},
             False,
-            "'pushdown' is 'true', and Spark mixes up .* give startingOffsets, endingOffsets",
+            "'pushdown' is 'true', but Spark mixes up .* give startingOffsets, endingOffsets",
         ),
         ({"includeHeaders": "some"}, False, "'includeHeaders' is 'some'"),
-        ({"path": "flights"}, False, "a topic has no path, and 'flights' is one. Name the topic: option 'subscribe'"),
+        (
+            {"path": "flights"},
+            False,
+            "a topic has no path, but the path 'flights' is given. Name the topic: option 'subscribe'",
+        ),
         ({"fetchOffset.numRetries": "3"}, True, "is Kafka's. Brokers are asked again until `pollTimeoutMs`"),
         ({"fetchOffset.retryIntervalMs": "10"}, True, "is Kafka's. Brokers are asked again until `pollTimeoutMs`"),
         ({"kafkaConsumer.pollTimeoutMs": "10"}, False, "is Kafka's. Give `pollTimeoutMs`"),
