@@ -1,4 +1,4 @@
-"""What commands that run servers have in common: the signals that stop them, Java, jars, ZooKeeper's memory."""
+"""Common parts of the commands that run servers: signals that stop them, Java, jars, the memory of ZooKeeper."""
 
 from __future__ import annotations
 

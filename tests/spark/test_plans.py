@@ -242,7 +242,7 @@ def test_a_query_that_would_begin_behind_its_end_is_refused(
     if not is_refused:
         check_direction(starting, ending, wanted, A0, 10, end)
         return
-    with pytest.raises(ConfigError, match=f"a/0-0 .* offset 10 on, .*'startingOffsets', .* 9, .*'{ending.option}'"):
+    with pytest.raises(ConfigError, match=f"'startingOffsets' begins a/0-0 at offset 10, .*'{ending.option}' ends it at 9"):
         check_direction(starting, ending, wanted, A0, 10, end)
 
 
