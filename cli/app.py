@@ -40,11 +40,7 @@ COMMANDS = {
     "consume": ("metamq.cli.commands.consume", "consume", "Print the messages of topics."),
     "group": ("metamq.cli.commands.group", "group", "Show consumer groups, set their offsets, evict members."),
     "ha": ("metamq.cli.commands.ha", "ha", "Show masters and slaves, and promote a slave."),
-    "cluster": (
-        "metamq.cli.commands.cluster",
-        "cluster",
-        "Export and restore ZooKeeper's content; remove brokers.",
-    ),
+    "cluster": ("metamq.cli.commands.cluster", "cluster", "Export and restore ZooKeeper's content; remove brokers."),
     "tx": ("metamq.cli.commands.tx", "tx", "Show transactions in doubt; commit them or roll them back."),
     "log": ("metamq.cli.commands.log", "log", "Check and print a broker's files, offline; give up a damaged log."),
     "bench": ("metamq.cli.commands.bench", "bench", "Measure the throughput of a running cluster."),

@@ -38,7 +38,7 @@ def recommended_conf(*, local_checkpoints: bool = False) -> dict[str, str]:
     """
     conf = {
         # Over TCP, each Python task waits 40 ms for a delayed acknowledgement.
-        "spark.python.unix.domain.socket.enabled": "true",
+        "spark.python.unix.domain.socket.enabled": "true"
     }
     if local_checkpoints:
         import pyspark

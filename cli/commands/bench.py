@@ -70,10 +70,7 @@ def bench(messages: int, size: int, partitions: int, compression: str | None, ke
     with current().admin() as admin:
         admin.create_topic(topic, partitions)
         try:
-            rates = [
-                _produce(settings, topic, messages, size, compression),
-                _consume(settings, topic, messages, size),
-            ]
+            rates = [_produce(settings, topic, messages, size, compression), _consume(settings, topic, messages, size)]
             trips_ms = _round_trips(settings, topic, size)
         finally:
             if keep:

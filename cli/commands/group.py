@@ -192,13 +192,7 @@ def _parse_partition_offset(text: str) -> tuple[str, int]:
 @YES
 @TABLE_OR_JSON
 def reset(
-    name: str,
-    topic: str,
-    place: Any,
-    offsets: tuple[tuple[str, int], ...],
-    dry_run: bool,
-    yes: bool,
-    output: str,
+    name: str, topic: str, place: Any, offsets: tuple[tuple[str, int], ...], dry_run: bool, yes: bool, output: str
 ) -> None:
     """Set a group's offsets in a topic. The group must have no members.
 

@@ -74,10 +74,7 @@ def status(broker_id: int | None, output: str) -> int:
     if output == "json":
         print_json([_json(one) for one in found])
     else:
-        print_table(
-            HEADINGS,
-            [_row(broker, replica) for broker in found for replica in broker.replicas],
-        )
+        print_table(HEADINGS, [_row(broker, replica) for broker in found for replica in broker.replicas])
     faults = [fault for broker in found for fault in (*replica_faults(broker), *damage_faults(broker))]
     for fault in faults:
         say(f"{fault.what}: {fault.detail}")

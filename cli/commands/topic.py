@@ -10,16 +10,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.show.output import (
-    TABLE_OR_JSON,
-    TEXT_OR_JSON,
-    YES,
-    confirm,
-    count,
-    print_json,
-    print_table,
-    say,
-)
+from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, YES, confirm, count, print_json, print_table, say
 from metamq.cli.show.topic_view import config_json, description_json, print_description, size_in_words
 from metamq.cli.show.units import (
     DURATION,
@@ -204,13 +195,7 @@ def describe(names: tuple[str, ...], output: str) -> None:
 @YES
 @TEXT_OR_JSON
 def alter(
-    name: str,
-    partitions: int | None,
-    brokers: tuple[int, ...],
-    wait_ms: int,
-    yes: bool,
-    output: str,
-    **options: Any,
+    name: str, partitions: int | None, brokers: tuple[int, ...], wait_ms: int, yes: bool, output: str, **options: Any
 ) -> None:
     """Change settings of a topic while it is used, or add partitions.
 

@@ -129,10 +129,7 @@ class Demo:
         """Sends in one thread, watches the count in this one, and kills the master and a consumer on the way."""
         columns = (TextColumn("         {task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         began = time.monotonic()
-        with (
-            ThreadPoolExecutor(1) as executor,
-            Progress(*columns, console=self._console, transient=True) as progress,
-        ):
+        with ThreadPoolExecutor(1) as executor, Progress(*columns, console=self._console, transient=True) as progress:
             sending = executor.submit(self._produce, running, rows, progress, fail_over)
             try:
                 self._until_counted(database, len(rows), progress, sending, fail_over)

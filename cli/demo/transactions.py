@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from metamq import Producer
 from metamq.broker.process.parent import follow_parent
 from metamq.cli.demo.flights import encode
-from metamq.cli.demo.helpers import Application, Say, wait_for
+from metamq.cli.demo.helpers import Application, Say
 from metamq.errors import MetamqError
 from metamq.tx import Recoverer, create_outcome_table, dbtx
 from metamq.words import count
@@ -80,10 +80,9 @@ class TransactionStory:
         self._running = running
         self._path = str(folder / "bookings.sqlite3")
         self._say = say
-        self._check = check
         self._finished: Counter[str] = Counter()
         self._stop = threading.Event()
-        self._application: Application | None = None
+        self._application = Application("the application", "metamq.cli.demo.transactions", check)
 
     def run(self, rows: list[dict[str, Any]]) -> bool:
         """Returns True if the database and the topic have the same flights. Raises MetamqError."""
@@ -101,7 +100,7 @@ class TransactionStory:
             try:
                 self._book(len(sample), each)
             finally:
-                self._end()
+                self._application.kill()
                 self._stop.set()
                 recovering.join()
             self._say(f"all {len(sample):,} are booked in {time.monotonic() - began:.1f} s, including the kills")
@@ -137,33 +136,18 @@ class TransactionStory:
         with contextlib.closing(connect(self._path)) as connection:
             for number in range(1, KILLS + 2):
                 at_least = max(total * number // (KILLS + 1), _booked(connection) + 1)
-                self._start(each)
+                self._application.start(self._running.zookeeper, self._path, str(each))
                 self._until(partial(_has_booked, connection, min(at_least, total)), "a booking")
                 if number <= KILLS:
                     time.sleep(random.random() * MOMENT_S)
-                    self._end()
+                    self._application.kill()
                     self._say(
                         f"[bold red]kill -9 the application[/bold red], {number} of {KILLS}: "
                         f"{_booked(connection):,} flights are booked"
                     )
 
-    def _start(self, each: int) -> None:
-        arguments = [self._running.zookeeper, self._path, str(each)]
-        self._application = Application("metamq.cli.demo.transactions", arguments)
-
-    def _end(self) -> None:
-        if self._application is not None:
-            self._application.kill()
-            self._application = None
-
     def _until(self, condition: Callable[[], bool], what: str) -> None:
-        wait_for(condition, what, self._check_application, limit_s=LIMIT_S, poll_s=POLL_S)
-
-    def _check_application(self) -> None:
-        self._check()
-        status = self._application.status() if self._application is not None else 0
-        if status:
-            raise MetamqError(f"the application ended with status {status}")
+        self._application.until(condition, what, limit_s=LIMIT_S, poll_s=POLL_S)
 
     def _compare(self, total: int) -> bool:
         with contextlib.closing(connect(self._path)) as connection:

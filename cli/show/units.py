@@ -118,9 +118,7 @@ class Parsed(_ParamType):
             ctx.meta.setdefault(_AS_WRITTEN, {})[param.name] = value
         try:
             return self._parse(value)
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
-        except ValueError as error:
+        except (ConfigError, ValueError) as error:
             self.fail(str(error), param, ctx)
 
 
