@@ -20,7 +20,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.cli.command import CliCommand
 from metamq.cli.commands.tx import PREPARED, age_ms, next_steps, who_decides
 from metamq.cli.context import Globals, current, look_for_cluster
-from metamq.cli.show.output import TABLE_OR_JSON, count, folded, listed, print_json, styled
+from metamq.cli.show.output import TABLE_OR_JSON, count, folded, listed, print_json, print_line, styled
 from metamq.cli.show.replica_view import Finding, damage_faults, replica_faults
 from metamq.cli.show.topic_view import not_served, refuses_writes, size_in_words
 from metamq.cli.show.units import show_age, show_bytes
@@ -103,7 +103,7 @@ def _print(finding: Finding) -> None:
     lines = folded(f"{' ' * INDENT}{finding.what}: {finding.detail}", sys.stdout)
     click.echo(f"{status} {lines[INDENT:]}")
     if finding.hint:
-        click.echo(folded(f"{' ' * INDENT}{finding.hint}", sys.stdout))
+        print_line(f"{' ' * INDENT}{finding.hint}")
 
 
 def _look(settings: Globals, report: Callable[[Finding], None]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
@@ -18,9 +17,9 @@ from metamq.cli.show.output import (
     YES,
     confirm,
     count,
-    folded,
     listed,
     print_json,
+    print_line,
     print_table,
     say,
     table_lines,
@@ -99,7 +98,7 @@ def _description_json(one: GroupDescription) -> dict[str, Any]:
 def _print_description(one: GroupDescription) -> None:
     strategy = f", strategy {one.strategy}" if one.strategy else ""
     lag = "unknown" if one.lag is None else f"{one.lag:,}"
-    click.echo(folded(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {lag}", sys.stdout))
+    print_line(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {lag}")
     if one.partitions:
         print_table(
             ["PARTITION", "COMMITTED", "END", "LAG", "OWNER"],
@@ -110,9 +109,9 @@ def _print_description(one: GroupDescription) -> None:
         )
     for keeper, names in _grouped(one, lambda part: part.kept_by).items():
         words = f"Offsets are kept by {keeper}, not in ZooKeeper: {listed(names)}"
-        click.echo(folded(words, sys.stdout))
+        print_line(words)
     for problem, names in _grouped(one, lambda part: part.problem).items():
-        click.echo(folded(f"The end of {listed(names)} is unknown: {problem}", sys.stdout))
+        print_line(f"The end of {listed(names)} is unknown: {problem}")
     if one.members:
         click.echo()
         print_table(
@@ -131,7 +130,7 @@ def _print_description(one: GroupDescription) -> None:
         )
     for member in one.members:
         if member.idle_reason:
-            click.echo(folded(f"{member.consumer_id} has no partition: {member.idle_reason}", sys.stdout))
+            print_line(f"{member.consumer_id} has no partition: {member.idle_reason}")
 
 
 def _grouped(one: GroupDescription, text_of: Callable[[GroupPartition], str]) -> dict[str, list[str]]:
@@ -155,7 +154,7 @@ def explain(name: str, output: str) -> None:
     with current().admin() as admin:
         found = admin.explain_group(name)
     if output == "table":
-        click.echo(folded(found.text, sys.stdout))
+        print_line(found.text)
         return
     print_json(
         {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from metamq.cli.log_reader import (
     verify_partition,
 )
 from metamq.cli.show.message_format import as_json
-from metamq.cli.show.output import TABLE_OR_JSON, count, folded, output_option, print_json, print_table, say
+from metamq.cli.show.output import TABLE_OR_JSON, count, output_option, print_json, print_line, print_table, say
 from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import show_bytes
 from metamq.client.fetch.message_batch import MessageBatch
@@ -124,9 +123,9 @@ def _print_reports(reports: list[PartitionReport], *, is_used: bool) -> None:
             what = f"{report.name}: {found.kind} at byte {found.position:,}"
             place = f"{Path(found.path).name} at {found.position - found.base:,}"
             tail = ", or a write in progress" if is_used and found.kind == "torn tail" else ""
-            click.echo(folded(f"{what} ({place}), {count(size, 'byte')}: {found.reason}{tail}", sys.stdout))
+            print_line(f"{what} ({place}), {count(size, 'byte')}: {found.reason}{tail}")
         for note in report.notes:
-            click.echo(folded(f"{report.name}: {note}", sys.stdout))
+            print_line(f"{report.name}: {note}")
 
 
 @log.command()

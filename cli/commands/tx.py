@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,9 +17,9 @@ from metamq.cli.show.output import (
     YES,
     confirm,
     count,
-    folded,
     listed,
     print_json,
+    print_line,
     print_table,
     say,
 )
@@ -143,7 +142,7 @@ def show(xid: str, output: str) -> None:
         lines.append(f"  broker {one.broker_id}{which}: {one.state}{age}; {amount}; begun by {one.owner}")
     lines.append(f"  decided by: {who_decides(first)}")
     for line in lines:
-        click.echo(folded(line, sys.stdout))
+        print_line(line)
     for number in problems:
         say(f"Broker {number} cannot be asked: it may have another branch of the transaction.")
     for line in next_steps(first):
