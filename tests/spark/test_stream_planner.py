@@ -254,7 +254,7 @@ def test_the_first_trigger_waits_for_no_further_messages(two_brokers: Cluster) -
     [
         (
             {"startingOffsets": '{"t": {"0-0": 50, "1-0": 0}}', "endingTimestamp": "978307200000"},
-            "t/0-0 would be read from",
+            "begins t/0-0 at offset 50",
         ),
         ({"startingOffsets": '{"t": {"0-0": 0, "1-0": 0}}', "endingTimestamp": "978307200000"}, None),
         ({"startingOffsets": '{"t": "earliest"}', "endingOffsetsByTimestamp": '{"t": 9223372036854775807}'}, None),
