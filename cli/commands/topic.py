@@ -71,7 +71,7 @@ def _settings(function: F) -> F:
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if value is UNLIMITED else value for name, value in options.items() if value is not None}
+    return {name: None if value == UNLIMITED else value for name, value in options.items() if value is not None}
 
 
 @contextlib.contextmanager

@@ -148,12 +148,8 @@ class ClusterView:
         """Raises ConfigError if the group has consumers: their offsets are their own."""
         self._run(check_empty(self._cluster.session, group, "a query cannot publish its progress there"))
 
-    def publish(self, group: str, places: Places) -> None:
-        """Sets the group's offsets. Raises ConnectError; ConfigError if the group has members."""
-        self._run(self._publish(group, places))
-
     def publish_soon(self, group: str, places: Places) -> concurrent.futures.Future[None]:
-        """Starts publish() in the background loop."""
+        """Starts to set the group's offsets. The result may be ConnectError; ConfigError if the group has members."""
         return asyncio.run_coroutine_threadsafe(self._publish(group, places), self._loop.loop)
 
     async def _publish(self, group: str, places: Places) -> None:

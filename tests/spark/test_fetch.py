@@ -361,11 +361,11 @@ def test_a_group_with_members_is_refused(own: Cluster) -> None:
             with pytest.raises(ConfigError, match="a query cannot publish its progress there"):
                 view.check_group("g")
             with pytest.raises(ConfigError, match="a query cannot publish its progress there"):
-                view.publish("g", place)
-        view.publish("g", place)
+                view.publish_soon("g", place).result()
+        view.publish_soon("g", place).result()
         session = view._cluster.session
         background().run(session.set(session.paths.offset("g", "t", "0-0"), b"none of ours", ANY_VERSION))
-        view.publish("g", place)  # the query knows better than a damaged node
+        view.publish_soon("g", place).result()  # the query knows better than a damaged node
         stored = background().run(read_offset(session, "g", TopicPartition("t", "0-0")))
         assert stored is not None
         assert stored[0].committed == CommittedOffset(1, -1, "id")
