@@ -234,7 +234,7 @@ class InputSender:
         if self.separator is not None:
             keys, values = split_keys(lines, self.separator)
         elif self.key is not None:
-            keys = [self.key] * len(lines)
+            keys = [self.key for _ in lines]
         if self.headers is None and self.partition is None:
             try:
                 self._pending.append((self.producer.send_many(self.topic, values, keys), len(values)))
