@@ -247,7 +247,7 @@ async def reset_offsets(
     session = cluster.session
     await check_exists(session, group)
     config = await cluster.topics.get(topic)
-    await check_empty(session, group, "its offsets cannot be reset")
+    await members.check_empty(session, group, "its offsets cannot be reset")
     targets = await _targets(cluster, config, to)
     records = {tp: _record(await _readable_offset(session, group, tp)) for tp in targets}
     _check_kept_here(group, topic, records.values())
@@ -270,19 +270,6 @@ def _check_kept_here(group: str, topic: str, records: Iterable[OffsetRecord | No
             f"group {group!r} keeps its offsets of topic {topic!r} by {', '.join(elsewhere)}, not in ZooKeeper, where "
             "a reset would write them",
             hint="Set them in that storage, or seek() in the consumer's on_assigned.",
-        )
-
-
-async def check_empty(session: Session, group: str, consequence: str) -> None:
-    """Raises ConfigError with the names of the members if the group has members."""
-    present = await _members(session, group)
-    if present:
-        names = ", ".join(
-            f"{member.consumer_id} (process {member.pid} on {member.host})" for member in present.values()
-        )
-        raise ConfigError(
-            f"group {group!r} has members, {consequence}: {names}",
-            hint="Stop them first; `metamq group evict` removes one that is stuck.",
         )
 
 
@@ -346,14 +333,14 @@ async def delete_group(cluster: ClusterClient, group: str) -> None:
     """Removes a group's plan and offsets. See Admin.delete_group."""
     session = cluster.session
     await check_exists(session, group)
-    await check_empty(session, group, "it cannot be deleted")
+    await members.check_empty(session, group, "it cannot be deleted")
     try:
         # Without this folder there are no members: a process that joins later creates it, and all nodes below, again.
         with contextlib.suppress(NoNode):
             await session.delete(session.paths.members(group), ANY_VERSION)
         await _delete_tree(session, session.paths.group(group))
     except NotEmpty:
-        await check_empty(session, group, "it cannot be deleted")
+        await members.check_empty(session, group, "it cannot be deleted")
         raise ConfigError(f"group {group!r} is in use again", hint="Stop its members first.") from None
 
 

@@ -114,7 +114,7 @@ READS_FILES = {
     "spark_consumers/source/boundaries.py",
     "spark_consumers/driver/lag.py",
     "spark_consumers/sink/checkpoint.py",
-    "spark_consumers/table_options.py",
+    "spark_consumers/data_source.py",
     "zk/cluster/cluster_nodes.py",
 }
 """Modules that read JSON of files, of Spark, or of a child's output. An export of a cluster is such a file."""
