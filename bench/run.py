@@ -131,68 +131,81 @@ def run_spark(rounds: int) -> dict[str, Any]:
     return spark.measure(rounds, say)
 
 
-def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
-    """Returns (what, figure, target, reached) for each of the project's targets."""
-    found: list[tuple[str, float, float, bool]] = []
+class Targets:
+    """The project's targets: (what, figure, target, reached) of each that was measured."""
 
-    def at_least(what: str, figure: float, target: float) -> None:
-        found.append((what, figure, target, figure >= target))
+    def __init__(self) -> None:
+        self.found: list[tuple[str, float, float, bool]] = []
 
-    def at_most(what: str, figure: float, target: float) -> None:
-        found.append((what, figure, target, figure <= target))
+    def at_least(self, what: str, figure: float, target: float) -> None:
+        self.found.append((what, figure, target, figure >= target))
 
-    if "throughput" in results:
-        limits = results["throughput"]["raw_bytes_per_s"]
-        rates = {(row["message_bytes"], row["partitions"]): row for row in results["throughput"]["messages_per_s"]}
+    def at_most(self, what: str, figure: float, target: float) -> None:
+        self.found.append((what, figure, target, figure <= target))
+
+    def throughput(self, measured: dict[str, Any]) -> None:
+        limits = measured["raw_bytes_per_s"]
+        rates = {(row["message_bytes"], row["partitions"]): row for row in measured["messages_per_s"]}
         scale = limits["loopback"] / 2e9
-        ratios = results["throughput"]["to_raw"]
-        at_least("send_many 1 KiB / raw copy and write", ratios["send_many / copy_write"], 0.40)
-        at_least("batches 1 KiB / raw read and send", ratios["batches / read_send"], 0.50)
+        ratios = measured["to_raw"]
+        self.at_least("send_many 1 KiB / raw copy and write", ratios["send_many / copy_write"], 0.40)
+        self.at_least("batches 1 KiB / raw read and send", ratios["batches / read_send"], 0.50)
         small = rates[100, 4]
-        at_least("send 100 B, M/s", small["send"] / 1e6, 1.0 * scale)
-        at_least("iteration 100 B, M/s", small["iteration"] / 1e6, 1.5 * scale)
-        at_least("batches values 100 B, M/s", small["batches, values"] / 1e6, 5.0 * scale)
-        at_least("batches arrow 100 B, M/s", small["batches, arrow"] / 1e6, 5.0 * scale)
-        for size, ways in results["throughput"]["many_to_few"].items():
+        self.at_least("send 100 B, M/s", small["send"] / 1e6, 1.0 * scale)
+        self.at_least("iteration 100 B, M/s", small["iteration"] / 1e6, 1.5 * scale)
+        self.at_least("batches values 100 B, M/s", small["batches, values"] / 1e6, 5.0 * scale)
+        self.at_least("batches arrow 100 B, M/s", small["batches, arrow"] / 1e6, 5.0 * scale)
+        for size, ways in measured["many_to_few"].items():
             for way, ratio in ways.items():
-                at_least(f"{way} {size} B, 1,000 / 4 partitions", ratio, 0.80)
-    if "latency" in results:
-        at_most("blocking round trip p50, ms", results["latency"]["round_trip"]["p50_ms"], 0.3)
-        at_most("end to end p50 at 1,000/s, ms", results["latency"]["end_to_end"]["p50_ms"], 1.0)
-    if "lifecycle" in results:
-        many = results["lifecycle"]["many_partitions"]
-        at_most("broker with 1,000 partitions, MB", max(many["used_mb"], many["restarted_mb"]), 120)
-        at_most("its restart after a clean stop, s", many["restart_after_clean_stop_s"], 3.0)
-    if "rebalance" in results:
+                self.at_least(f"{way} {size} B, 1,000 / 4 partitions", ratio, 0.80)
+
+    def latency(self, measured: dict[str, Any]) -> None:
+        self.at_most("blocking round trip p50, ms", measured["round_trip"]["p50_ms"], 0.3)
+        self.at_most("end to end p50 at 1,000/s, ms", measured["end_to_end"]["p50_ms"], 1.0)
+
+    def lifecycle(self, measured: dict[str, Any]) -> None:
+        many = measured["many_partitions"]
+        self.at_most("broker with 1,000 partitions, MB", max(many["used_mb"], many["restarted_mb"]), 120)
+        self.at_most("its restart after a clean stop, s", many["restart_after_clean_stop_s"], 3.0)
+
+    def rebalance(self, measured: dict[str, Any]) -> None:
         for event in ("join", "leave", "kill"):
-            at_most(f"steady after {event}, s", results["rebalance"][f"{event}_s"], 1.0)
-    if "replication" in results:
-        measured = results["replication"]
+            self.at_most(f"steady after {event}, s", measured[f"{event}_s"], 1.0)
+
+    def replication(self, measured: dict[str, Any]) -> None:
         for row in measured["throughput"]:
-            at_least(f"sync / async, send_many {row['message_bytes']:.0f} B", row["ratio"], 0.60)
-        at_most("added latency of sync p50, ms", measured["latency"]["added_p50_ms"], 1.0)
-        at_least("catching up / raw copy", measured["catching_up"]["ratio"], 0.50)
+            self.at_least(f"sync / async, send_many {row['message_bytes']:.0f} B", row["ratio"], 0.60)
+        self.at_most("added latency of sync p50, ms", measured["latency"]["added_p50_ms"], 1.0)
+        self.at_least("catching up / raw copy", measured["catching_up"]["ratio"], 0.50)
         for fate in ("living", "dead"):
-            at_most(f"promotion, {fate} master, s", measured["promotion"][f"{fate}_s"], 1.0)
-    if "transactions" in results:
-        measured = results["transactions"]
+            self.at_most(f"promotion, {fate} master, s", measured["promotion"][f"{fate}_s"], 1.0)
+
+    def transactions(self, measured: dict[str, Any]) -> None:
         commits = measured["commits"]
         target = 5000 * min(commits["fsyncs_per_s"] / ENOUGH_FSYNCS, 1)
-        at_least("one-phase commits, 16 clients, per s", commits["one_phase_per_s"], target)
-        at_least("transactions per fsync", commits["per_fsync"], 4.0)
-        at_least("two-phase / one-phase", commits["two_to_one"], 0.50)
-        at_most("a commit over two fsyncs p50, ms", commits["over_two_fsyncs_ms"], 1.0)
-        at_most("an open branch with a million messages, MB", measured["open_branch"]["mb"], 50)
-        at_most("recovery of a journal of 1 GB, s", measured["recovery"]["s"], 10)
-        at_least("send_many with / without open branches", measured["beside"]["ratio"], 0.95)
-    if "spark" in results:
-        measured = results["spark"]
+        self.at_least("one-phase commits, 16 clients, per s", commits["one_phase_per_s"], target)
+        self.at_least("transactions per fsync", commits["per_fsync"], 4.0)
+        self.at_least("two-phase / one-phase", commits["two_to_one"], 0.50)
+        self.at_most("a commit over two fsyncs p50, ms", commits["over_two_fsyncs_ms"], 1.0)
+        self.at_most("an open branch with a million messages, MB", measured["open_branch"]["mb"], 50)
+        self.at_most("recovery of a journal of 1 GB, s", measured["recovery"]["s"], 10)
+        self.at_least("send_many with / without open branches", measured["beside"]["ratio"], 0.95)
+
+    def spark(self, measured: dict[str, Any]) -> None:
         for row, target in zip(measured["scans"], (0.70, 0.50), strict=True):
-            at_least(f"Spark's scan / its ceiling, {row['message_bytes']:.0f} B", row["ratio"], target)
-        at_least("Spark's sink, at least once / noop", measured["sink"]["least_to_noop"], 0.40)
-        at_least("Spark's sink, exactly / at least once", measured["sink"]["exactly_to_least"], 0.70)
-        at_most("Spark, a trickle end to end p50, ms", measured["trickle"]["p50_ms"], 100)
-    return found
+            self.at_least(f"Spark's scan / its ceiling, {row['message_bytes']:.0f} B", row["ratio"], target)
+        self.at_least("Spark's sink, at least once / noop", measured["sink"]["least_to_noop"], 0.40)
+        self.at_least("Spark's sink, exactly / at least once", measured["sink"]["exactly_to_least"], 0.70)
+        self.at_most("Spark, a trickle end to end p50, ms", measured["trickle"]["p50_ms"], 100)
+
+
+def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
+    """Returns (what, figure, target, reached) for each of the project's targets."""
+    targets = Targets()
+    for name in ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "spark"):
+        if name in results:
+            getattr(targets, name)(results[name])
+    return targets.found
 
 
 def machine() -> dict[str, Any]:

@@ -24,7 +24,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import Globals
-from metamq.cli.show.output import say
+from metamq.cli.show.output import say, silence_stdout
 from metamq.errors import ConnectError, MetamqError
 
 OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -32,24 +32,20 @@ OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 COMPLETION_VARIABLE = "_METAMQ_COMPLETE"
 
 COMMANDS = {
-    "up": ("metamq.cli.commands.up", "up", "Start ZooKeeper and a broker on this machine, for development."),
-    "broker": ("metamq.cli.commands.servers", "broker", "Run a broker."),
-    "zookeeper": ("metamq.cli.commands.servers", "zookeeper", "Run a single ZooKeeper server."),
-    "topic": ("metamq.cli.commands.topic", "topic", "Create, list, describe, alter and delete topics."),
-    "produce": ("metamq.cli.commands.produce", "produce", "Send lines of input, or arguments, to a topic."),
-    "consume": ("metamq.cli.commands.consume", "consume", "Print the messages of topics."),
-    "group": ("metamq.cli.commands.group", "group", "Show consumer groups, set their offsets, evict members."),
-    "ha": ("metamq.cli.commands.ha", "ha", "Show masters and slaves, and promote a slave."),
-    "cluster": (
-        "metamq.cli.commands.cluster",
-        "cluster",
-        "Export and restore ZooKeeper's content; remove brokers.",
-    ),
-    "tx": ("metamq.cli.commands.tx", "tx", "Show transactions in doubt; commit them or roll them back."),
-    "log": ("metamq.cli.commands.log", "log", "Check and print a broker's files, offline; give up a damaged log."),
-    "bench": ("metamq.cli.commands.bench", "bench", "Measure the throughput of a running cluster."),
-    "doctor": ("metamq.cli.commands.doctor", "doctor", "Check every part of a cluster, and report problems."),
-    "demo": ("metamq.cli.demo.command", "demo", "Send real data through a real cluster, and kill parts of it."),
+    "up": ("metamq.cli.commands.up", "Start ZooKeeper and a broker on this machine, for development."),
+    "broker": ("metamq.cli.commands.servers", "Run a broker."),
+    "zookeeper": ("metamq.cli.commands.servers", "Run a single ZooKeeper server."),
+    "topic": ("metamq.cli.commands.topic", "Create, list, describe, alter and delete topics."),
+    "produce": ("metamq.cli.commands.produce", "Send lines of input, or arguments, to a topic."),
+    "consume": ("metamq.cli.commands.consume", "Print the messages of topics."),
+    "group": ("metamq.cli.commands.group", "Show consumer groups, set their offsets, evict members."),
+    "ha": ("metamq.cli.commands.ha", "Show masters and slaves, and promote a slave."),
+    "cluster": ("metamq.cli.commands.cluster", "Export and restore ZooKeeper's content; remove brokers."),
+    "tx": ("metamq.cli.commands.tx", "Show transactions in doubt; commit them or roll them back."),
+    "log": ("metamq.cli.commands.log", "Check and print a broker's files, offline; give up a damaged log."),
+    "bench": ("metamq.cli.commands.bench", "Measure the throughput of a running cluster."),
+    "doctor": ("metamq.cli.commands.doctor", "Check every part of a cluster, and report problems."),
+    "demo": ("metamq.cli.demo.story", "Send real data through a real cluster, and kill parts of it."),
 }
 
 
@@ -62,19 +58,19 @@ class LazyGroup(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, name, _help = COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), name)
+        module, _help = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_module, _name, text) in COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_module, text) in COMMANDS.items()])
 
 
 @click.group(cls=LazyGroup)
 @click.version_option(package_name="metamq", prog_name="metamq", message="%(prog)s %(version)s")
 def metamq() -> None:
-    """A pull-style message queue: brokers, topics, groups, from the command line.
+    """Run, use and check metamq, a pull-style message queue.
 
     \b
     metamq up                           starts a cluster; in another terminal:
@@ -125,13 +121,6 @@ def _named(error: OSError) -> OSError:
         if error.filename is None and still.errno == error.errno:
             return OSError(error.errno, error.strerror, "standard output")
     return error
-
-
-def silence_stdout() -> None:
-    """Drops all further output: its reader is gone, and Python's own flush at exit must not fail."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def report(error: Exception, *, debug: bool) -> int:

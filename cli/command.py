@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,15 @@ class _WithGlobals(click.Command):
 
 
 class CliCommand(_WithGlobals):
-    """A command. The error for a missing or an extra argument shows an example."""
+    """A command. It logs from level `quiet` up, or more with -v. The error for a wrong argument shows an example."""
+
+    def __init__(self, *arguments: Any, quiet: int = logging.WARNING, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._quiet = quiet
+
+    def invoke(self, ctx: click.Context) -> Any:
+        ctx.ensure_object(Globals).log(self._quiet)
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:

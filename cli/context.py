@@ -6,12 +6,12 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from metamq.cli.show.terminal import escaped
-from metamq.client.settings import CONFIG_FILE_VARIABLE, load, zookeeper_root, zookeeper_servers
+from metamq.client.settings import CONFIG_FILE_VARIABLE, zookeeper_root, zookeeper_servers
 
 if TYPE_CHECKING:
     from metamq import Admin
@@ -25,16 +25,6 @@ class _EscapingFormatter(logging.Formatter):
 
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-Kind = Literal["producer", "consumer"]
-
-
-def _options(kind: Kind) -> type[Any]:
-    from metamq.client.fetch.consumer_options import ConsumerOptions
-    from metamq.client.producer.producer_core import ProducerOptions
-
-    return ProducerOptions if kind == "producer" else ConsumerOptions
 
 
 @dataclass
@@ -60,17 +50,12 @@ class Globals:
         """The settings file; None if there is none."""
         return self.config or os.environ.get(CONFIG_FILE_VARIABLE)
 
-    def client(self, *kinds: Kind, **settings: Any) -> dict[str, Any]:
-        """Returns the arguments of a Producer, Consumer or Admin. Raises ConfigError, ConnectError without a cluster.
+    def client(self) -> dict[str, Any]:
+        """Returns the arguments of a Producer, Consumer or Admin. Raises as look_for_cluster()."""
+        import asyncio  # here, as all slow imports: `metamq --help` needs none
 
-        Checks the settings of all `kinds` before it connects. `settings` are options of the first kind.
-        """
-        from metamq.cli.reach import check_cluster
-
-        for kind in kinds:
-            load(_options(kind), kind, file=self.config, arguments=settings if kind == kinds[0] else {})
         servers, root = self.servers(), self.root_path()
-        check_cluster(servers, root)
+        asyncio.run(look_for_cluster(servers, root))
         return {"zookeeper": servers, "config": self.config, "root": root}
 
     def admin(self) -> Admin:
@@ -79,7 +64,7 @@ class Globals:
 
         return Admin(**self.client())
 
-    def log(self, quiet: int = logging.WARNING) -> None:
+    def log(self, quiet: int) -> None:
         """Sends log lines from level `quiet` up to standard error; -v, -vv and --debug log more."""
         level = logging.DEBUG if self.debug or self.verbose > 1 else logging.INFO if self.verbose else quiet
         logging.basicConfig(level=max(level, logging.WARNING), format=LOG_FORMAT)
@@ -96,3 +81,17 @@ def current() -> Globals:
     found = click.get_current_context().find_object(Globals)
     assert found is not None
     return found
+
+
+async def look_for_cluster(servers: str, root: str) -> None:
+    """Checks that a cluster exists, before a command works on it: a wrong address or root must not look empty.
+
+    Raises ConnectError if ZooKeeper does not answer, ConfigError if no broker was ever started at the root.
+    """
+    from metamq.client.net.first_contact import open_session
+    from metamq.zk.session.presence import missing_cluster
+
+    async with await open_session(servers, root=root, patient=False) as session:
+        problem = await missing_cluster(session)
+        if problem is not None:
+            raise problem

@@ -24,6 +24,7 @@ from metamq.broker.log.disk.files import FileCache, ReadOnlyFiles
 from metamq.broker.log.disk.flushed import FlushFile, FlushPoint
 from metamq.broker.log.disk.scan import checked_batches, find_flushed_claim, find_intact, read_at
 from metamq.broker.log.disk.segments import Inventory, Segment, take_inventory
+from metamq.cli.processes import is_alive
 from metamq.errors import ConfigError, CorruptData
 from metamq.words import count
 from metamq.zk.names import partition_name
@@ -36,6 +37,7 @@ _INDEX_INTERVAL_BYTES = LogConfig().index_interval_bytes
 _TOPIC_FOLDER = re.compile(r"([^/@]+)@([^/@]+)")
 
 Advance = Callable[[int], None]
+Kind = Literal["damage", "torn tail"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class PartitionFolder:
 class LogFinding:
     """Bytes that are not batches: from `position` to `end_position`, in the file `path`, which begins at `base`."""
 
-    kind: Literal["damage", "torn tail"]
+    kind: Kind
     path: str
     base: int
     position: int
@@ -87,6 +89,10 @@ class PartitionReport:
     def is_damaged(self) -> bool:
         """True if the bad bytes may have been acknowledged messages."""
         return any(finding.kind == "damage" for finding in self.findings)
+
+    def add(self, kind: Kind, segment: Segment, position: int, end_position: int, reason: str) -> None:
+        """Adds a finding in the file of a segment."""
+        self.findings.append(LogFinding(kind, segment.path, segment.base_position, position, end_position, reason))
 
 
 def find_partitions(folder: Path) -> list[PartitionFolder]:
@@ -147,13 +153,7 @@ def _is_locked(lock: Path, pid: str) -> bool:
     with contextlib.suppress(OSError):
         inode = lock.stat().st_ino
         return any(" FLOCK " in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
-    try:
-        os.kill(int(pid), 0)
-    except PermissionError:
-        return True
-    except (ValueError, OSError, OverflowError):
-        return False
-    return True
+    return is_alive(pid)
 
 
 def verify_partition(partition: PartitionFolder, advance: Advance) -> PartitionReport:
@@ -207,19 +207,15 @@ def _check_chain(inventory: Inventory, point: FlushPoint | None, report: Partiti
         if before.end_position != after.base_position:
             reason = f"the segment ends at byte {before.end_position:,}, the next one begins at {after.base_position:,}"
             kind = _kind(before.end_position, point)
-            report.findings.append(
-                LogFinding(kind, before.path, before.base_position, before.end_position, after.base_position, reason)
-            )
+            report.add(kind, before, before.end_position, after.base_position, reason)
     if point is not None and segments and segments[-1].end_position < point.position:
         last = segments[-1]
         reason = f"the log was flushed up to byte {point.position:,}, but ends before that byte"
-        report.findings.append(
-            LogFinding("damage", last.path, last.base_position, last.end_position, point.position, reason)
-        )
+        report.add("damage", last, last.end_position, point.position, reason)
     return segments
 
 
-def _kind(position: int, point: FlushPoint | None) -> Literal["damage", "torn tail"]:
+def _kind(position: int, point: FlushPoint | None) -> Kind:
     return "damage" if point is None or position < point.position else "torn tail"
 
 
@@ -239,11 +235,7 @@ def _verify_segment(
     report.segments.append(found)
     if expected is not None and expected != segment.base_offset:
         reason = f"the segment begins with offset {segment.base_offset:,}, expected {expected:,}"
-        report.findings.append(
-            LogFinding(
-                "damage", segment.path, segment.base_position, segment.base_position, segment.base_position, reason
-            )
-        )
+        report.add("damage", segment, segment.base_position, segment.base_position, reason)
     due: int | None = segment.base_offset
     position: int | None = segment.base_position
     while position is not None and position < segment.end_position:
@@ -254,7 +246,7 @@ def _verify_segment(
                 break
             if due is not None and header.base_offset != due:
                 reason = f"offset {header.base_offset:,}, expected {due:,}"
-                report.findings.append(LogFinding("damage", segment.path, segment.base_position, at, at, reason))
+                report.add("damage", segment, at, at, reason)
             due = header.end_offset
             found.batches += 1
             found.messages += header.count
@@ -265,7 +257,7 @@ def _verify_segment(
         position = next((at for at, _header in find_intact(files, segment, bad[0] + ALIGNMENT)), None)
         end = segment.end_position if position is None else position
         kind = _kind_of_bad_bytes(files, segment, segments, bad[0], point)
-        report.findings.append(LogFinding(kind, segment.path, segment.base_position, bad[0], end, bad[1]))
+        report.add(kind, segment, bad[0], end, bad[1])
         advance(end - bad[0])
         due = None  # the number of messages in the bad bytes is unknown
     return due
@@ -273,7 +265,7 @@ def _verify_segment(
 
 def _kind_of_bad_bytes(
     files: FileCache, segment: Segment, segments: list[Segment], bad: int, point: FlushPoint | None
-) -> Literal["damage", "torn tail"]:
+) -> Kind:
     """Decides as recovery does: damage below the flushed point, or if a later intact batch says it was flushed."""
     if point is None or _kind(bad, point) == "damage":
         return "damage"

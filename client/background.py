@@ -136,6 +136,17 @@ def background() -> BackgroundLoop:
         return _current
 
 
+def at_once(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine that never waits, in this thread, without a loop."""
+    try:
+        work.send(None)
+    except StopIteration as ended:
+        result: T = ended.value
+        return result
+    work.close()
+    raise AssertionError("the coroutine waits for a loop")
+
+
 @atexit.register
 def _stop_at_exit() -> None:
     """Runs after the handlers that were registered later, for example by the modules that import this one."""

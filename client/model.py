@@ -1,4 +1,4 @@
-"""The values that users receive: a partition's name, the receipt of `send`, and a message."""
+"""The values that users receive, a message and the receipt of `send`, and their times."""
 
 from __future__ import annotations
 
@@ -8,18 +8,54 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Generic, NamedTuple
 
+from metamq.client.checks import wrong_type
 from metamq.client.typevars import T
-from metamq.zk.partitions import TopicPartition, partition_order
-
-__all__ = ["Message", "Receipt", "ReceiptRange", "TopicPartition", "message_of", "partition_order", "time_of"]
-
+from metamq.errors import ConfigError
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+TIMESTAMP_US_MIN = 978_307_200_000_000
+"""The start of 2001. Present times in seconds or milliseconds are numbers far below."""
+TIMESTAMP_US_MAX = 253_402_300_799_999_999
+"""The end of the year 9999, the last of a datetime. Present times in nanoseconds are numbers far above."""
 
 
 def time_of(timestamp: int) -> datetime:
     """Returns the aware datetime (UTC) of a timestamp in microseconds since 1970."""
     return EPOCH + timedelta(microseconds=timestamp)
+
+
+def timestamp_us(timestamp: datetime | int | None) -> int | None:
+    """Returns microseconds since 1970. Raises ConfigError for a naive datetime, and for seconds or milliseconds."""
+    if timestamp is None:
+        return None
+    if isinstance(timestamp, int):
+        if timestamp < TIMESTAMP_US_MIN:
+            raise ConfigError(
+                f"`timestamp` {timestamp} would be before 2001: a number is microseconds since 1970",
+                hint="Multiply seconds by 1,000,000, or give an aware datetime, which may be any from 1970 on.",
+            )
+        if timestamp > TIMESTAMP_US_MAX:
+            raise ConfigError(
+                f"`timestamp` {timestamp} would be after the year 9999: a number is microseconds since 1970",
+                hint="Divide nanoseconds by 1,000, or give an aware datetime.",
+            )
+        return timestamp
+    if not isinstance(timestamp, datetime):
+        raise wrong_type("`timestamp`", "an aware datetime or microseconds since 1970", timestamp)
+    if timestamp.tzinfo is None:
+        raise ConfigError(
+            f"`timestamp` {timestamp} has no time zone", hint="Give an aware datetime, as datetime.now(timezone.utc)."
+        )
+    if timestamp < EPOCH:
+        hint = "A message's time is from 1970 to 9999. Put an earlier one into the value, or a header."
+        raise ConfigError(f"`timestamp` {timestamp} is before 1970", hint=hint)
+    return (timestamp - EPOCH) // timedelta(microseconds=1)
+
+
+def requested_time_us(time: datetime) -> int:
+    """Converts like timestamp_us, for a time that a reader starts at: a time before 1970 is before every message."""
+    is_before_all = time.tzinfo is not None and time < EPOCH
+    return 0 if is_before_all else timestamp_us(time) or 0
 
 
 class Receipt(NamedTuple):

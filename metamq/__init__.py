@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from metamq import errors as errors
     from metamq.client.admin.admin import Admin as Admin
     from metamq.client.consumer.consumer import Consumer as Consumer
+    from metamq.client.consumer.retrying import Rollback as Rollback
     from metamq.client.fetch.message_batch import MessageBatch as MessageBatch
     from metamq.client.model import Message as Message
     from metamq.client.model import Receipt as Receipt
     from metamq.client.model import ReceiptRange as ReceiptRange
-    from metamq.client.model import TopicPartition as TopicPartition
-    from metamq.client.net.retrying import Rollback as Rollback
     from metamq.client.offsets.offsets_database import DatabaseOffsets as DatabaseOffsets
     from metamq.client.offsets.offsets_file import FileOffsets as FileOffsets
     from metamq.tx.app.producer import Producer as Producer
     from metamq.zk.cluster.topics import FlushEvery as FlushEvery
+    from metamq.zk.partitions import TopicPartition as TopicPartition
 
 _HOME = {
     "Admin": "metamq.client.admin.admin",
@@ -43,8 +43,8 @@ _HOME = {
     "Producer": "metamq.tx.app.producer",
     "Receipt": "metamq.client.model",
     "ReceiptRange": "metamq.client.model",
-    "Rollback": "metamq.client.net.retrying",
-    "TopicPartition": "metamq.client.model",
+    "Rollback": "metamq.client.consumer.retrying",
+    "TopicPartition": "metamq.zk.partitions",
 }
 
 __all__ = [

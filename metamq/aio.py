@@ -2,13 +2,14 @@
 
 from metamq.client.admin.aio_admin import Admin
 from metamq.client.consumer.aio_consumer import Consumer
+from metamq.client.consumer.retrying import Rollback
 from metamq.client.fetch.message_batch import MessageBatch
-from metamq.client.model import Message, Receipt, ReceiptRange, TopicPartition
-from metamq.client.net.retrying import Rollback
+from metamq.client.model import Message, Receipt, ReceiptRange
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.offsets.offsets_file import FileOffsets
 from metamq.tx.app.aio_producer import Producer
 from metamq.zk.cluster.topics import FlushEvery
+from metamq.zk.partitions import TopicPartition
 
 __all__ = [
     "Admin",

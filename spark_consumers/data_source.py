@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import (
@@ -37,34 +38,30 @@ class DefaultSource(DataSource):
         from pyspark.sql.types import StructType
 
         from metamq.spark_consumers.source.options import check_options, parse_options, wants_headers
-        from metamq.spark_consumers.table_options import given_for_table, schema_with_options
 
-        of_table = given_for_table(self.options)
+        of_table = _given_for_table(self.options)
         if of_table is None:
             check_options(self.options)  # load() asks for the schema; readers are made only when a query is planned
             return StructType.fromJson(full_schema(wants_headers(self.options)))
         parse_options(of_table, streaming=False)
-        return schema_with_options(wants_headers(of_table), of_table)
+        return _schema_with_options(wants_headers(of_table), of_table)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Returns the reader of a batch query. Raises ConfigError for a wrong option or column."""
         from metamq.spark_consumers.source.options import parse_options
-        from metamq.spark_consumers.table_options import of_query
 
-        options = parse_options(of_query(self.options, schema), streaming=False)
+        options = parse_options(_of_query(self.options, schema), streaming=False)
         _check(schema)
         return BatchReader(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Returns the reader of a streaming query. For a wrong option or column the reader raises in its first call."""
-        from metamq.spark_consumers.driver.refused_reader import RefusedReader
         from metamq.spark_consumers.source.options import parse_options
         from metamq.spark_consumers.source.spark_versions import STREAM_READS, check_is_there
-        from metamq.spark_consumers.table_options import of_query
 
         try:
             check_is_there("readStream", STREAM_READS, "Read in batches: spark.read, from offsets that you keep.")
-            options = parse_options(of_query(self.options, schema), streaming=True)
+            options = parse_options(_of_query(self.options, schema), streaming=True)
             _check(schema)
         except MetamqError as error:
             return RefusedReader(error)
@@ -118,3 +115,61 @@ class BatchReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Reads a range, in an executor."""
         return read_partition(partition, self._schema)
+
+
+class RefusedReader(DataSourceStreamReader):
+    """The reader of a streaming query that cannot run: it raises the error when Spark first calls it.
+
+    If streamReader() itself raises, Spark 4.3 hides that behind an error of its own.
+    """
+
+    def __init__(self, error: MetamqError) -> None:
+        self._error = error
+
+    def initialOffset(self) -> dict[str, Any]:
+        """Raises the error, as all methods do."""
+        raise self._error
+
+    def latestOffset(self, *_args: Any) -> dict[str, Any]:
+        """Raises the error. Spark calls this first for a query that continues."""
+        raise self._error
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        """Raises the error. Spark calls this first if a batch was planned before."""
+        raise self._error
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """Raises the error. Spark does not call this."""
+        raise self._error
+
+
+# -- the options of a table: `CREATE TABLE … USING metamq OPTIONS (…)`
+#
+# Spark 4.3 gives them to a Python source only when it asks for the table's columns. For a query the source gets only
+# the options of its own `WITH (…)`, and the table's schema. So the options are stored in the schema: in the metadata of
+# the first column, which the catalog keeps. A view, or a data frame, has its own options.
+
+METADATA = "metamq"
+_PREFIX = "option."
+
+
+def _given_for_table(options: Mapping[str, str]) -> dict[str, str] | None:
+    """Returns the user's options in a CREATE TABLE, None if these are not a table's options."""
+    if "provider" not in options:
+        return None
+    return {key[len(_PREFIX) :]: text for key, text in options.items() if key.startswith(_PREFIX)}
+
+
+def _schema_with_options(include_headers: bool, options: Mapping[str, str]) -> StructType:
+    """Returns all columns, with the options in them."""
+    from pyspark.sql.types import StructType
+
+    document = full_schema(include_headers)
+    document["fields"][0]["metadata"] = {METADATA: json.dumps(dict(options))}
+    return StructType.fromJson(document)
+
+
+def _of_query(options: Mapping[str, str], schema: StructType) -> dict[str, str]:
+    """Returns the options of a query: its own, and those in its table's schema."""
+    noted = next((field.metadata[METADATA] for field in schema.fields if METADATA in field.metadata), None)
+    return {**({} if noted is None else json.loads(noted)), **options}

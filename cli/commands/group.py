@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ from metamq.cli.show.output import (
     YES,
     confirm,
     count,
-    folded,
     listed,
     print_json,
+    print_line,
     print_table,
     say,
     table_lines,
@@ -29,7 +29,7 @@ from metamq.zk.names import check_consumer, parse_partition
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
-    from metamq.client.admin.admin_model import GroupDescription, OffsetReset, ResetTo
+    from metamq.client.admin.admin_model import GroupDescription, GroupPartition, OffsetReset, ResetTo
 
 RESET_HEADINGS = ("PARTITION", "BEFORE", "AFTER")
 
@@ -48,7 +48,6 @@ def list_groups(output: str) -> None:
     metamq group list
     metamq group list -o json | jq -r '.[] | select(.members == []) | .group'
     """
-    current().log()
     with current().admin() as admin:
         found = list(admin.groups().values())
     if output == "json":
@@ -73,7 +72,6 @@ def describe(names: tuple[str, ...], output: str) -> None:
     metamq group describe etl
     metamq group describe etl -o json | jq '.[0].partitions | map(.lag) | add'
     """
-    current().log()
     with current().admin() as admin:
         found = [admin.describe_group(name) for name in names]
     if output == "json":
@@ -100,7 +98,7 @@ def _description_json(one: GroupDescription) -> dict[str, Any]:
 def _print_description(one: GroupDescription) -> None:
     strategy = f", strategy {one.strategy}" if one.strategy else ""
     lag = "unknown" if one.lag is None else f"{one.lag:,}"
-    click.echo(folded(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {lag}", sys.stdout))
+    print_line(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {lag}")
     if one.partitions:
         print_table(
             ["PARTITION", "COMMITTED", "END", "LAG", "OWNER"],
@@ -109,11 +107,11 @@ def _print_description(one: GroupDescription) -> None:
                 for part in one.partitions
             ],
         )
-    for keeper, names in _keepers(one).items():
+    for keeper, names in _grouped(one, lambda part: part.kept_by).items():
         words = f"Offsets are kept by {keeper}, not in ZooKeeper: {listed(names)}"
-        click.echo(folded(words, sys.stdout))
-    for problem, names in _problems(one).items():
-        click.echo(folded(f"The end of {listed(names)} is unknown: {problem}", sys.stdout))
+        print_line(words)
+    for problem, names in _grouped(one, lambda part: part.problem).items():
+        print_line(f"The end of {listed(names)} is unknown: {problem}")
     if one.members:
         click.echo()
         print_table(
@@ -132,24 +130,15 @@ def _print_description(one: GroupDescription) -> None:
         )
     for member in one.members:
         if member.idle_reason:
-            click.echo(folded(f"{member.consumer_id} has no partition: {member.idle_reason}", sys.stdout))
+            print_line(f"{member.consumer_id} has no partition: {member.idle_reason}")
 
 
-def _keepers(one: GroupDescription) -> dict[str, list[str]]:
-    """Returns the partitions whose offsets are not in ZooKeeper, by the store that has them."""
+def _grouped(one: GroupDescription, text_of: Callable[[GroupPartition], str]) -> dict[str, list[str]]:
+    """Returns the names of the partitions that have a text, by that text."""
     found: dict[str, list[str]] = {}
     for part in one.partitions:
-        if part.kept_by:
-            found.setdefault(part.kept_by, []).append(f"{part.topic}/{part.partition}")
-    return found
-
-
-def _problems(one: GroupDescription) -> dict[str, list[str]]:
-    """Returns the partitions whose end no broker reports, by the problem."""
-    found: dict[str, list[str]] = {}
-    for part in one.partitions:
-        if part.problem:
-            found.setdefault(part.problem, []).append(f"{part.topic}/{part.partition}")
+        if text := text_of(part):
+            found.setdefault(text, []).append(f"{part.topic}/{part.partition}")
     return found
 
 
@@ -162,11 +151,10 @@ def explain(name: str, output: str) -> None:
     \b
     metamq group explain etl
     """
-    current().log()
     with current().admin() as admin:
         found = admin.explain_group(name)
     if output == "table":
-        click.echo(folded(found.text, sys.stdout))
+        print_line(found.text)
         return
     print_json(
         {
@@ -203,13 +191,7 @@ def _parse_partition_offset(text: str) -> tuple[str, int]:
 @YES
 @TABLE_OR_JSON
 def reset(
-    name: str,
-    topic: str,
-    place: Any,
-    offsets: tuple[tuple[str, int], ...],
-    dry_run: bool,
-    yes: bool,
-    output: str,
+    name: str, topic: str, place: Any, offsets: tuple[tuple[str, int], ...], dry_run: bool, yes: bool, output: str
 ) -> None:
     """Set a group's offsets in a topic. The group must have no members.
 
@@ -220,7 +202,6 @@ def reset(
     metamq group reset etl flights --partition 0-3=1200 --yes
     """
     to = _reset_to(topic, place, offsets)
-    current().log()
     with current().admin() as admin:
         resets = admin.reset_offsets(name, topic, to, dry_run=True)
         if not dry_run:
@@ -266,7 +247,6 @@ def evict(name: str, member: str, yes: bool, output: str) -> None:
     metamq group describe etl                            shows the members
     metamq group evict etl etl_host-4711-0a1b2c3d --yes
     """
-    current().log()
     with current().admin() as admin:
         plan = _eviction(admin.describe_group(name), member)
         if plan:  # else there is no such member, and evict() raises
@@ -301,7 +281,6 @@ def delete(names: tuple[str, ...], yes: bool, output: str) -> None:
     \b
     metamq group delete etl --yes
     """
-    current().log()
     with current().admin() as admin:
         found = [admin.describe_group(name) for name in names]
         committed = [sum(part.committed is not None for part in one.partitions) for one in found]

@@ -64,14 +64,13 @@ def status(broker_id: int | None, output: str) -> int:
     """Show each broker's replicas: roles, the in-sync set, how far slaves are behind their master.
 
     STATE is up, down (not registered), or silent (a registered master that left two requests unanswered). IN SYNC is
-    the value in ZooKeeper, also for a replica that is down. Faults and their repair go to standard error, and the exit
-    status is then 1. A replica that is neither in sync nor running is unknown, and not shown.
+    the value in ZooKeeper, also for a replica that is down. If there are faults, the command prints them and their
+    repair on standard error, and the exit status is 1. It does not show a replica that is neither in sync nor running.
 
     \b
     metamq ha status
     metamq ha status -o json | jq '.[].replicas[] | select(.in_sync | not)'
     """
-    current().log()
     with current().admin() as admin:
         replicas = admin.replicas()
     if broker_id is not None and broker_id not in replicas:
@@ -80,10 +79,7 @@ def status(broker_id: int | None, output: str) -> int:
     if output == "json":
         print_json([_json(one) for one in found])
     else:
-        print_table(
-            HEADINGS,
-            [_row(broker, replica) for broker in found for replica in broker.replicas],
-        )
+        print_table(HEADINGS, [_row(broker, replica) for broker in found for replica in broker.replicas])
     faults = [fault for broker in found for fault in (*replica_faults(broker), *damage_faults(broker))]
     for fault in faults:
         say(f"{fault.what}: {fault.detail}")
@@ -123,14 +119,13 @@ def _row(broker: BrokerReplicas, replica: ReplicaDescription) -> list[object]:
 def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
     """Wait until enough replicas of each broker, the master included, run and are in sync.
 
-    For scripts: between two steps of a rolling restart, before a promotion. Ends with status 1 at the limit. With
-    -o json it prints the same as `metamq ha status`.
+    For scripts: run it between two steps of a rolling restart, and before a promotion. It ends with status 1 after the
+    time of --limit. With -o json it prints the same as `metamq ha status`.
 
     \b
     metamq ha wait --in-sync 2
     metamq ha wait --broker 0 --in-sync 3 --limit 10m
     """
-    current().log()
     deadline = time.monotonic() + limit_ms / 1000
     waiting = _Waiting()
     with _admin_of_a_cluster(deadline, waiting) as admin:
@@ -225,14 +220,13 @@ def _brokers(found: Iterable[int]) -> str:
 def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: str) -> None:
     """Make a slave the master of its broker id, without a restart.
 
-    A master that runs hands over to a slave that is in sync, and becomes a slave. A master that is down becomes a slave
+    A running master hands over to a slave that is in sync, and becomes a slave. A master that is down becomes a slave
     when it starts again. Producers and consumers find the new master by themselves.
 
     \b
     metamq ha promote --broker 0 --slave 1
     metamq ha promote --broker 0 --slave 1 --accept-loss
     """
-    current().log()
     with current().admin() as admin:
         plan = admin.plan_promotion(broker_id, replica)
         confirm(_plan_lines(plan, accept_loss), yes=yes)
@@ -252,14 +246,13 @@ def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: 
 def remove(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: str) -> None:
     """Remove a slave that is lost permanently.
 
-    It leaves the in-sync set. After the last slave of a broker id, the broker id counts as one that never had a slave.
-    The command refuses a replica that runs. It also refuses the master: promote another replica first. To remove a
-    whole broker id, use `metamq cluster remove-broker`.
+    It leaves the in-sync set. When the last slave of a broker id is removed, the broker id counts as one that never had
+    a slave. The command refuses a replica that runs. It also refuses the master: promote another replica first. To
+    remove a whole broker id, use `metamq cluster remove-broker`.
 
     \b
     metamq ha remove --broker 0 --replica 1
     """
-    current().log()
     with current().admin() as admin:
         plan = admin.plan_removal(broker_id, replica)
         confirm(removal_lines(plan, accept_loss), yes=yes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.commands.log_forget import accept, forget, lost_partitions, resolve_data_folder
-from metamq.cli.context import current
 from metamq.cli.log_reader import (
     LogFinding,
     PartitionFolder,
@@ -24,7 +22,7 @@ from metamq.cli.log_reader import (
     verify_partition,
 )
 from metamq.cli.show.message_format import as_json
-from metamq.cli.show.output import TABLE_OR_JSON, count, folded, output_option, print_json, print_table, say
+from metamq.cli.show.output import TABLE_OR_JSON, count, output_option, print_json, print_line, print_table, say
 from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import show_bytes
 from metamq.client.fetch.message_batch import MessageBatch
@@ -61,15 +59,15 @@ log.add_command(accept)
 def verify(folder: Path, output: str) -> int:
     """Check every batch in DIR: a broker's data folder, or the folder of a topic or a partition in it.
 
-    Checks both checksums of each batch, and that offsets and segments join. Bad bytes that were never flushed are a
-    torn tail, which is no damage: the broker cuts it when it starts. A partition is also damaged if its folder is
-    missing although the broker had it, or if its files came from elsewhere. Ends with status 1 if there is damage.
+    Checks both checksums of each batch, and that there is no gap between offsets or segments. Bad bytes that were never
+    flushed are a torn tail. That is no damage: the broker cuts it when it starts. A partition is also damaged if its
+    folder is missing although the broker had it, or if its files came from elsewhere. Ends with status 1 if there is
+    damage.
 
     \b
     metamq log verify ./metamq-data
     metamq log verify ./metamq-data/broker/topics/flights@0123456789abcdef -o json
     """
-    current().log()
     partitions = find_partitions(folder)
     data_folder = resolve_data_folder(folder)
     is_used = _warn_if_used(folder)
@@ -125,9 +123,9 @@ def _print_reports(reports: list[PartitionReport], *, is_used: bool) -> None:
             what = f"{report.name}: {found.kind} at byte {found.position:,}"
             place = f"{Path(found.path).name} at {found.position - found.base:,}"
             tail = ", or a write in progress" if is_used and found.kind == "torn tail" else ""
-            click.echo(folded(f"{what} ({place}), {count(size, 'byte')}: {found.reason}{tail}", sys.stdout))
+            print_line(f"{what} ({place}), {count(size, 'byte')}: {found.reason}{tail}")
         for note in report.notes:
-            click.echo(folded(f"{report.name}: {note}", sys.stdout))
+            print_line(f"{report.name}: {note}")
 
 
 @log.command()
@@ -149,7 +147,6 @@ def dump(folder: Path, from_offset: int, limit: int | None, with_messages: bool,
     metamq log dump ./metamq-data/broker/topics/flights@0123456789abcdef/0
     metamq log dump ./metamq-data --from 5000 -n 1 --messages
     """
-    current().log()
     partitions = find_partitions(folder)
     _warn_if_used(folder)
     for partition in partitions:

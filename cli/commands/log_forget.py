@@ -10,6 +10,8 @@ the start of the log (metamq.broker.log.disk.epochs).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from metamq.broker.data.data_folder import GONE, REPLACED, DataFolder
 from metamq.broker.data.folder_report import data_folder, is_copy, is_replaced, lock_mark_of, locked, read_meta
 from metamq.broker.log.disk import flushed
 from metamq.cli.command import CliCommand
-from metamq.cli.context import current
 from metamq.cli.log_reader import PartitionFolder, verify_partition
 from metamq.cli.show.output import TEXT_OR_JSON, YES, confirm, count, listed, print_json, say
 from metamq.cli.show.progress import progress_bar
@@ -80,14 +81,14 @@ def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
     """Give up one partition in DIR, the data folder of a stopped broker: its log is damaged, or missing.
 
     The log is moved aside, not removed. At its next start the broker makes an empty log. A slave copies the partition
-    again. At a master without a slave in sync the messages are lost, and consumers follow their `on_data_loss`.
+    again. If a master has no slave in sync, the messages are lost, and consumers do what their setting `on_data_loss`
+    says.
 
     \b
     metamq log verify ./broker-0
     metamq log forget ./broker-0 flights/0-1
     metamq log forget ./broker-0 flights/0-1 --yes
     """
-    current().log()
     folder = resolve_data_folder(folder)
     with locked(folder):
         meta, _mark = read_meta(folder)
@@ -95,11 +96,8 @@ def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
         _check_is_not_journal(place, partition)
         plan = _plan(place, meta)
     confirm(_plan_lines(plan, place), yes=yes)
-    opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
-    try:
+    with _opened(folder, meta) as opened:
         moved_to = opened.forget_partition(place.topic, place.topic_id, place.index, place.name)
-    finally:
-        opened.close(clean=False)
     if output == "json":
         print_json({**asdict(plan), "moved_to": None if moved_to is None else str(moved_to)})
         return
@@ -115,14 +113,13 @@ def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
     """Accept the files of one partition in DIR that came from elsewhere, such as a backup.
 
     DIR is the data folder of a stopped broker. The broker does not serve such a partition, because it may lack
-    messages. At a master without a slave in sync, messages that the files lack are lost, and consumers follow their
-    `on_data_loss`.
+    messages. If a master has no slave in sync, messages that the files lack are lost, and consumers do what their
+    setting `on_data_loss` says.
 
     \b
     metamq log accept ./broker-0 flights/0-1
     metamq log accept ./broker-0 flights/0-1 --yes
     """
-    current().log()
     folder = resolve_data_folder(folder)
     with locked(folder) as lock_mark:
         meta, mark = read_meta(folder)
@@ -139,15 +136,21 @@ def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
     if place.topic.startswith(OWN):
         lines.append(OLDER_JOURNAL)
     confirm([*lines, *_effects(plan, "every message that these files lack")], yes=yes)
-    opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
-    try:
+    with _opened(folder, meta) as opened:
         opened.accept_partition(place.topic, place.topic_id, place.index, place.name)
-    finally:
-        opened.close(clean=False)
     if output == "json":
         print_json(asdict(plan))
         return
     say(f"{place.name} is accepted. Start the broker.")
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, meta: dict[str, Any]) -> Iterator[DataFolder]:
+    opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
+    try:
+        yield opened
+    finally:
+        opened.close(clean=False)
 
 
 def resolve_data_folder(folder: Path) -> Path:
@@ -231,7 +234,7 @@ def _check_is_replaced(place: KnownPartition, folder: Path, *, is_whole_copy: bo
     else:
         reason = "this replica used the same files last"
     raise ConfigError(
-        f"{place.name} needs no accept: {reason}",
+        f"{place.name} does not need `metamq log accept`: {reason}",
         hint=f"Start the broker. `metamq log verify {folder}` shows whether a log is damaged.",
     )
 

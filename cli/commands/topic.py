@@ -10,16 +10,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.show.output import (
-    TABLE_OR_JSON,
-    TEXT_OR_JSON,
-    YES,
-    confirm,
-    count,
-    print_json,
-    print_table,
-    say,
-)
+from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, YES, confirm, count, print_json, print_table, say
 from metamq.cli.show.topic_view import config_json, description_json, print_description, size_in_words
 from metamq.cli.show.units import (
     DURATION,
@@ -37,7 +28,7 @@ from metamq.cli.show.units import (
     show_ms,
     show_retention,
 )
-from metamq.client.admin.admin import WAIT_S
+from metamq.client.admin.admin_core import WAIT_S
 from metamq.errors import ConfigError, CorruptData
 
 if TYPE_CHECKING:
@@ -52,7 +43,8 @@ _SETTINGS = (
     click.option("--retention", "retention_ms", type=DURATION_OR_UNLIMITED, help="Time to keep messages: 12h, 7d, "
                  "unlimited."),
     click.option("--retention-bytes", type=SIZE_OR_UNLIMITED, help="Size to keep of each partition: 10GiB, unlimited."),
-    click.option("--cleanup", type=click.Choice(["delete", "archive"]), help="Action on messages past retention."),
+    click.option("--cleanup", type=click.Choice(["delete", "archive"]), help="Delete or archive messages past "
+                 "retention."),
     click.option("--segment-bytes", type=SIZE, help="Size of one file of a partition: 256MiB."),
     click.option("--max-message-bytes", type=SIZE, help="Refuse larger messages: 1MiB."),
     click.option("--min-insync", type=int, help="Replicas that must be in sync for a write."),
@@ -60,10 +52,15 @@ _SETTINGS = (
                  "(sync) the slaves have a message."),
 )  # fmt: skip
 _BROKERS = click.option(
-    "--broker", "brokers", type=int, multiple=True, metavar="ID", help="Only this broker; repeatable."
+    "--broker", "brokers", type=int, multiple=True, metavar="ID", help="Use only this broker; repeatable."
 )
 _WAIT = click.option(
-    "--wait", "wait_ms", type=DURATION, default=f"{WAIT_S:g}s", show_default=True, help="Longest wait for the brokers."
+    "--wait",
+    "wait_ms",
+    type=DURATION,
+    default=f"{WAIT_S:g}s",
+    show_default=True,
+    help="Wait at most this long for the brokers.",
 )
 
 
@@ -74,7 +71,7 @@ def _settings(function: F) -> F:
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if value is UNLIMITED else value for name, value in options.items() if value is not None}
+    return {name: None if value == UNLIMITED else value for name, value in options.items() if value is not None}
 
 
 @contextlib.contextmanager
@@ -113,7 +110,6 @@ def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, o
     metamq topic create clicks --retention 12h --retention-bytes 10GiB
     metamq topic create views --broker 0 --broker 1
     """
-    current().log()
     with current().admin() as admin, _named_as_given(options):
         config = admin.create_topic(
             name, partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **_given(options)
@@ -148,7 +144,6 @@ def list_topics(output: str) -> None:
     metamq topic list
     metamq topic list -o json | jq -r '.[].topic'
     """
-    current().log()
     with current().admin() as admin:
         configs = list(admin.topics().values())
     if output == "json":
@@ -180,7 +175,6 @@ def describe(names: tuple[str, ...], output: str) -> None:
     metamq topic describe flights
     metamq topic describe flights -o json | jq '.[0].partitions[].problem'
     """
-    current().log()
     with current().admin() as admin:
         found = [admin.describe_topic(name) for name in names]
     if output == "json":
@@ -201,13 +195,7 @@ def describe(names: tuple[str, ...], output: str) -> None:
 @YES
 @TEXT_OR_JSON
 def alter(
-    name: str,
-    partitions: int | None,
-    brokers: tuple[int, ...],
-    wait_ms: int,
-    yes: bool,
-    output: str,
-    **options: Any,
+    name: str, partitions: int | None, brokers: tuple[int, ...], wait_ms: int, yes: bool, output: str, **options: Any
 ) -> None:
     """Change settings of a topic while it is used, or add partitions.
 
@@ -219,7 +207,6 @@ def alter(
     metamq topic alter flights --partitions 8
     metamq topic alter flights --retention 1h --yes
     """
-    current().log()
     settings = _given(options)
     if not settings and partitions is None:
         raise click.UsageError("give a setting to change, such as --retention 30d")
@@ -261,7 +248,6 @@ def delete(names: tuple[str, ...], wait_ms: int, yes: bool, output: str) -> None
     metamq topic delete flights          shows the plan
     metamq topic delete flights --yes
     """
-    current().log()
     with current().admin() as admin:
         plan = []
         readers = admin.groups().values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,9 +17,9 @@ from metamq.cli.show.output import (
     YES,
     confirm,
     count,
-    folded,
     listed,
     print_json,
+    print_line,
     print_table,
     say,
 )
@@ -65,13 +64,12 @@ def list_branches(state: str | None, output: str) -> int:
     """List the open branches: first the prepared ones, the oldest first.
 
     AGE is the time since a branch was prepared or decided. OWNER is the host, process and session that began the
-    branch. The exit status is 1 if a broker cannot be asked.
+    branch. The exit status is 1 if a broker does not answer.
 
     \b
     metamq tx list
     metamq tx list --state prepared -o json | jq '.[] | select(.age_s > 600)'
     """
-    current().log()
     with current().admin() as admin:
         found = admin.transactions()
     branches = [one for one in found.branches if state in (None, one.state)]
@@ -128,7 +126,6 @@ def show(xid: str, output: str) -> None:
     metamq tx show 19793_b3JkZXItMTc=_MA==
     metamq tx show 19793_b3JkZXItMTc=_MA== -o json
     """
-    current().log()
     with current().admin() as admin:
         found, problems = _find(admin, xid)
     if output == "json":
@@ -145,7 +142,7 @@ def show(xid: str, output: str) -> None:
         lines.append(f"  broker {one.broker_id}{which}: {one.state}{age}; {amount}; begun by {one.owner}")
     lines.append(f"  decided by: {who_decides(first)}")
     for line in lines:
-        click.echo(folded(line, sys.stdout))
+        print_line(line)
     for number in problems:
         say(f"Broker {number} cannot be asked: it may have another branch of the transaction.")
     for line in next_steps(first):
@@ -314,8 +311,8 @@ def commit(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
     another is rolled back. So commit only if the manager is lost, or says that it has committed. The manager receives
     the decision when it asks.
 
-    XID is a full id, or a global transaction as for `metamq tx show`. If a broker cannot be asked, the command does
-    nothing without --broker.
+    XID is a full id, or a global transaction as for `metamq tx show`. If a broker does not answer, give --broker:
+    without it the command does nothing.
 
     \b
     metamq tx commit 19793_b3JkZXItMTc=_MA==
@@ -361,7 +358,6 @@ _DONE = {"commit": "committed", "rollback": "rolled back", "forget": "forgotten"
 
 
 def _decide(text: str, broker_id: int | None, yes: bool, output: str, what: str) -> None:
-    current().log()
     with current().admin() as admin:
         found = _find_to_decide(admin, text, broker_id)
         wrong = [one for one in found if one.state not in _ALLOWED[what]]

@@ -27,7 +27,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.cli.command import CliCommand
 from metamq.cli.commands.up_replicas import BROKER_ID, ReplicaPlace, Replicas
 from metamq.cli.context import current
-from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars
+from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars, is_alive
 from metamq.cli.show.output import TEXT_OR_JSON, count, print_json_line, say
 from metamq.client.settings import load
 from metamq.errors import ConfigError
@@ -82,10 +82,10 @@ def up(
 
     The first start downloads ZooKeeper's jars (4 MB). Without a network, see `metamq zookeeper --fetch-jars`.
 
-    Prints a line to paste into the shells of clients; with the usual port, clients on this machine do not need it. With
-    -o json it prints all addresses on one line. If a master or slave is killed, the command reports it, and the others
-    continue. Slaves have the next free ports. The broker's settings come from [broker] of the TOML file and from
-    METAMQ_BROKER_... variables, except its id, replica number, address, ports and data folder.
+    Prints an `export` line for the shells of clients. Clients on this machine need it only if ZooKeeper has another
+    port than 2181. With -o json it prints all addresses on one line. If a master or a slave is killed, the command
+    reports it, and the others continue. Slaves have the next free ports. The broker's settings come from [broker] of
+    the TOML file and from METAMQ_BROKER_... variables, except its id, replica number, address, ports and data folder.
 
     \b
     metamq up
@@ -97,7 +97,6 @@ def up(
     if current().zookeeper:
         raise click.UsageError("`metamq up` starts a ZooKeeper of its own: use `metamq broker` with --zookeeper")
     restrict_process()
-    current().log()
     load(BrokerConfig, "broker", file=current().config, arguments={})  # a wrong setting raises before anything starts
     with StopSignals() as signals:
         try:
@@ -105,9 +104,7 @@ def up(
             with (
                 _folder(data, ephemeral) as folder,
                 _locked(folder, signals) as lock,
-                _zookeeper(
-                    None if ephemeral else folder / "zookeeper", port, zookeeper_memory_bytes, signals
-                ) as server,
+                _zookeeper(folder, ephemeral, port, zookeeper_memory_bytes, signals) as server,
                 _replicas(server.address, folder, slaves, (broker_port, http_port), lock, signals) as replicas,
             ):
                 _print_addresses(server.address, replicas, folder, ephemeral, output)
@@ -182,7 +179,7 @@ def _locked(folder: Path, signals: StopSignals) -> Iterator[int]:
         deadline = time.monotonic() + ORPHANS_S
         while not _try_lock(lock):
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
-            if _is_alive(holder) or time.monotonic() > deadline:
+            if is_alive(holder) or time.monotonic() > deadline:
                 raise ConfigError(
                     f"`metamq up` already runs on {folder}, as process {holder or 'unknown'}",
                     hint="Use that cluster, or stop it, or give this one another --data folder.",
@@ -204,23 +201,12 @@ def _try_lock(lock: int) -> bool:
     return True
 
 
-def _is_alive(holder: str) -> bool:
-    try:
-        os.kill(int(holder), 0)
-    except PermissionError:
-        return True
-    except (ValueError, ProcessLookupError, OverflowError):
-        return False
-    return True
-
-
-@contextlib.contextmanager
 def _zookeeper(
-    folder: Path | None, wanted_port: int | None, memory_bytes: int, signals: StopSignals
-) -> Iterator[EmbeddedZooKeeper]:
+    folder: Path, ephemeral: bool, wanted_port: int | None, memory_bytes: int, signals: StopSignals
+) -> EmbeddedZooKeeper:
     port = Ports(HOST).take("ZooKeeper", wanted_port, ZOOKEEPER_PORT, "--port")
-    with EmbeddedZooKeeper(folder, port, host=HOST, memory_bytes=memory_bytes, check=signals.check) as server:
-        yield server
+    data = None if ephemeral else folder / "zookeeper"
+    return EmbeddedZooKeeper(data, port, host=HOST, memory_bytes=memory_bytes, check=signals.check)
 
 
 @contextlib.contextmanager

@@ -8,23 +8,37 @@ slaves ends the command.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import select
 import shlex
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metamq.cli.processes import BrokerChild
 from metamq.cli.show.output import say
-from metamq.errors import ConfigError, MetamqError
+from metamq.errors import ConfigError, MetamqError, Timeout
 from metamq.zk.paths import DEFAULT_ROOT
+from metamq.zk.server.embedded import how_it_ended
 
 if TYPE_CHECKING:
     from metamq.client.admin.admin_model import ReplicaDescription
 
 BROKER_ID = 0
 ANSWER_S = 1.0
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+LOG_LINES = 12
+ERROR_PREFIX = "metamq: "
+"""The beginning of the error message of a command that fails."""
+POLL_S = 0.05
+KILLED_HINT = "A user killed it, or the kernel did because memory ran out; its log cannot say which."
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +53,137 @@ class ReplicaPlace:
 
 
 class ReplicaProcess:
-    """The process of a replica."""
+    """A replica, as a `metamq broker` process whose log goes to a file."""
 
     def __init__(self, place: ReplicaPlace, name: str, settings: list[str], log_path: Path, lock: int) -> None:
+        """Starts the process. `name` is for messages. `lock` stays open in the process, which so keeps the lock."""
         self.number = place.number
         self.ended = False
+        """True after the process has ended by itself, and that is reported."""
+        self.port = 0
+        self.http_port = 0
+        self._name = name
+        self._is_terminated = False
         self._place = place
         self._settings = settings
+        self._log_path = log_path
         here = [f"--id={BROKER_ID}", f"--host={place.host}", f"--advertise={place.host}", f"--replica={place.number}"]
         here += [f"--port={place.port}", f"--http-port={place.http_port}", f"--data={place.data}"]
-        self.child = BrokerChild([*here, *settings], log_path, name=name, pass_fds=(lock,))
+        here += ["--with-parent", "--output=json"]
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "metamq.cli",
+                    "broker",
+                    "--with-parent",
+                    "--output=json",
+                    *here,
+                    *settings,
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                pass_fds=(lock,),
+                # Ctrl-C goes to the whole foreground group: the parent decides when its children end.
+                start_new_session=True,
+            )
 
     @property
     def address(self) -> str:
-        return f"{self._place.host}:{self.child.port}"
+        return f"{self._place.host}:{self.port}"
 
     @property
     def metrics(self) -> str | None:
         """The URL of its metrics; None when it serves none."""
-        return f"http://{self._place.host}:{self.child.http_port}/metrics" if self.child.http_port > 0 else None
+        return f"http://{self._place.host}:{self.http_port}/metrics" if self.http_port > 0 else None
 
     def command(self) -> str:
         """Returns the command that starts the replica again."""
-        here = ["--replica", str(self.number), "--port", str(self.child.port), "--http-port", str(self.child.http_port)]
+        here = ["--replica", str(self.number), "--port", str(self.port), "--http-port", str(self.http_port)]
         return shlex.join(["metamq", "broker", *here, "--data", str(self._place.data), *self._settings])
+
+    def wait_ready(self, check: Callable[[], None]) -> None:
+        """Waits until the replica serves. Raises MetamqError, with the end of its log, if it ends first; Timeout.
+
+        `check` is called often; an exception that it raises ends the wait.
+        """
+        assert self._process.stdout is not None
+        answer = select.poll()
+        answer.register(self._process.stdout, select.POLLIN)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not answer.poll(POLL_S * 1000):
+            check()
+            if time.monotonic() > deadline:
+                raise Timeout(f"the start of {self._name}", START_TIMEOUT_S, hint=self._end_of_log())
+        line = self._process.stdout.readline()
+        if line:
+            address = json.loads(line)
+            self.port, self.http_port = address["port"], address["http_port"]
+            return
+        status = self._process.wait()
+        raise MetamqError(f"{self._name} {how_it_ended(status)} before it served", hint=self._end_of_log())
+
+    def failure(self) -> MetamqError | None:
+        """Returns None while the process runs; after it has ended by itself, the error with the end of its log."""
+        if self._process.poll() is None:
+            return None
+        hint = KILLED_HINT if self.was_killed() else self._end_of_log()
+        return MetamqError(f"{self._name} {self.how_it_ended()}", hint=hint)
+
+    def how_it_ended(self) -> str:
+        """Describes the end of the process, which must have ended: "was ended by SIGKILL"."""
+        return how_it_ended(self._process.wait())
+
+    def was_killed(self) -> bool:
+        """True if SIGKILL ended the process: then its log does not say why."""
+        return self._process.wait() == -signal.SIGKILL
+
+    def _end_of_log(self) -> str:
+        """Returns the error message in the log of this process, or else the last lines of the log."""
+        try:
+            with self._log_path.open("rb") as log:
+                log.seek(self._log_start)
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"Its log {self._log_path} cannot be read: {error.strerror}"
+        errors = [number for number, line in enumerate(lines) if line.startswith(ERROR_PREFIX)]
+        shown = lines[errors[-1] :] if errors else lines[-LOG_LINES:]
+        return "\n    ".join([f"Its log {self._log_path} ends:", *shown])
+
+    def end(self) -> None:
+        """Stops the process gracefully. Raises MetamqError if it fails while it stops."""
+        status = self.stop()
+        if status:
+            raise MetamqError(f"{self._name} {how_it_ended(status)} while it stopped", hint=self._end_of_log())
+
+    def terminate(self) -> None:
+        """Sends SIGTERM, once: a second one could come after the process has removed its handler."""
+        if not self._is_terminated and self._process.poll() is None:
+            self._is_terminated = True
+            self._process.terminate()
+
+    def stop(self) -> int:
+        """Sends SIGTERM, then SIGKILL after a time; waits for the end and returns the status. May be repeated."""
+        if self._process.poll() is None:
+            self.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:  # also after a second Ctrl-C: the child must not write after this call
+                self._process.kill()
+                self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        return self._process.wait()
 
 
 class Replicas:
@@ -85,9 +206,9 @@ class Replicas:
         import metamq.client.admin.admin  # noqa: F401 - a slow import, while the processes start
 
     def wait_ready(self, check: Callable[[], None]) -> None:
-        """Waits until all replicas serve. Raises as BrokerChild.wait_ready; ConfigError if the master is not here."""
+        """Waits until all replicas serve. Raises as ReplicaProcess does; ConfigError if the master is not here."""
         for member in self.members:
-            member.child.wait_ready(check)
+            member.wait_ready(check)
         numbers = {member.number for member in self.members}
         for number, one in self.described().items():
             if one.role == "master" and number not in numbers:
@@ -107,7 +228,7 @@ class Replicas:
     def check_running(self) -> None:
         """Reports a replica that has ended by itself. Raises MetamqError if the broker has no other replica."""
         for member in self.members:
-            if not member.ended and (error := member.child.failure()) is not None:
+            if not member.ended and (error := member.failure()) is not None:
                 member.ended = True
                 if len(self.members) == 1:
                     raise error
@@ -122,8 +243,8 @@ class Replicas:
         left = any(not member.ended for member in self.members)
         effect = "The others continue." if left else "No replica started here is left; ZooKeeper runs until Ctrl-C."
         what = f"Replica {ended.number}, the {role}," if role else f"Replica {ended.number}"
-        say(f"{what} {ended.child.how_it_ended()}. {effect}", fg="yellow")
-        if not ended.child.was_killed():
+        say(f"{what} {ended.how_it_ended()}. {effect}", fg="yellow")
+        if not ended.was_killed():
             say(error.hint)
         if role == "master":
             others = [one for one in known.values() if one.in_sync and one.replica != ended.number]
@@ -134,18 +255,18 @@ class Replicas:
 
     def end(self) -> None:
         """Stops the running replicas gracefully. Raises MetamqError if one fails while it stops."""
-        living = [member.child for member in self.members if not member.ended]
-        for child in living:
-            child.terminate()
-        for child in living:
-            child.end()
+        living = [member for member in self.members if not member.ended]
+        for member in living:
+            member.terminate()
+        for member in living:
+            member.end()
 
     def stop(self) -> None:
         """Ends all replicas, with SIGKILL if necessary. May be repeated."""
         for member in self.members:
-            member.child.terminate()
+            member.terminate()
         for member in self.members:
-            member.child.stop()
+            member.stop()
 
 
 def _answers(address: str) -> bool:

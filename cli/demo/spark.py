@@ -7,14 +7,9 @@ Both results must equal the CSV's, with each hour once. The second result become
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,7 +21,7 @@ from rich.console import Console
 
 from metamq.cli.demo import spark_application as application
 from metamq.cli.demo.flights import Tally, by_carrier, encode, flights, tally
-from metamq.cli.demo.helpers import Say, timed_lines, wait_for
+from metamq.cli.demo.helpers import Application, Say, timed_lines
 from metamq.cli.processes import StopSignals, find_java_and_jars
 from metamq.errors import ConfigError, MetamqError
 from metamq.testing import Cluster, cluster
@@ -58,7 +53,7 @@ class SparkDemo:
         self._folder = folder
         self._say = say
         self._check = check
-        self._application: subprocess.Popen[bytes] | None = None
+        self._application = Application("Spark", "metamq.cli.demo.spark_application", check, folder / "spark.log")
 
     def run(self, rows: list[dict[str, Any]], picture: Path) -> bool:
         """Returns True if both results equal the counts of the rows. Raises MetamqError."""
@@ -74,9 +69,9 @@ class SparkDemo:
             self._until(lambda: self._stored() >= len(expected) * DIES_AT, "the hours of the streaming query")
             self._kill(len(expected))
             self._start(len(rows), ends=True)
-            self._until(self._has_ended, "the streaming query")
+            self._until(self._application.has_ended, "the streaming query")
         finally:
-            self._end()
+            self._application.kill()
         found, total = self._result()
         picture.write_text(_bars("Delay of departures from New York City in 2013", _by_hour_of_day(found)))
         self._say(f"the mean delay by hour of the day, from topic {application.DELAYS!r}: [bold]{picture}[/bold]")
@@ -97,47 +92,23 @@ class SparkDemo:
         self._say(f"{len(rows):,} flights, by hour of departure, are in topic {application.FLIGHTS!r}")
 
     def _start(self, total: int, *, ends: bool) -> None:
-        command = [sys.executable, "-m", "metamq.cli.demo.spark_application", self._running.zookeeper]
-        command += [str(self._folder), str(max(total // BATCHES, 1)), str(int(ends))]
-        with (self._folder / "spark.log").open("ab") as log:
-            # A session of its own: the JVM and the workers are killed with it.
-            self._application = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-            )
+        each = max(total // BATCHES, 1)
+        self._application.start(self._running.zookeeper, str(self._folder), str(each), str(int(ends)))
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        self._application.until(condition, what, limit_s=LIMIT_S, poll_s=POLL_S)
 
     def _kill(self, total: int) -> None:
         time.sleep(random.random() * MOMENT_S)
-        self._end()
+        self._application.kill()
         self._say(
             f"[bold red]kill -9 the query[/bold red], driver, JVM and workers, when {self._stored():,} of {total:,} "
             "hours are stored; another one continues from its checkpoint"
         )
 
-    def _end(self) -> None:
-        if self._application is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._application.pid, signal.SIGKILL)
-            self._application.wait()
-            assert self._application.stdin is not None
-            self._application.stdin.close()
-            self._application = None
-
-    def _has_ended(self) -> bool:
-        return self._application is not None and self._application.poll() == 0
-
     def _stored(self) -> int:
         with self._running.admin() as admin:
             return admin.describe_topic(application.DELAYS).messages
-
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        wait_for(condition, what, self._check_application, limit_s=LIMIT_S, poll_s=POLL_S)
-
-    def _check_application(self) -> None:
-        self._check()
-        status = self._application.poll() if self._application is not None else 0
-        if status:
-            tail = (self._folder / "spark.log").read_text(errors="replace")[-2000:]
-            raise MetamqError(f"Spark ended with status {status}; the end of its log: {tail}")
 
     def _compare_carriers(self, expected: dict[str, Tally]) -> bool:
         rows = json.loads((self._folder / application.BY_CARRIER).read_text())

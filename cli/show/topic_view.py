@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from metamq.cli.show.output import count, folded, listed, print_table
+from metamq.cli.show.output import count, listed, print_line, print_table
 from metamq.cli.show.units import show_bytes, show_flush, show_retention
 from metamq.zk.cluster.topics import FlushEvery, TopicConfig
 
@@ -27,20 +26,7 @@ def config_json(config: TopicConfig) -> dict[str, Any]:
 
 
 def description_json(one: TopicDescription) -> dict[str, Any]:
-    partitions = [
-        {
-            "partition": partition.partition,
-            "broker_id": partition.broker_id,
-            "address": partition.address,
-            "live": partition.live,
-            "start_offset": partition.start_offset,
-            "stable_offset": partition.stable_offset,
-            "messages": partition.messages,
-            "size_bytes": partition.size_bytes,
-            "problem": partition.problem,
-        }
-        for partition in one.partitions
-    ]
+    partitions = [{**asdict(each), "live": each.live, "messages": each.messages} for each in one.partitions]
     return {
         "topic": one.topic,
         "messages": one.messages,
@@ -74,9 +60,9 @@ def print_description(one: TopicDescription) -> None:
         ],
     )
     for line in not_served(one):
-        click.echo(folded(f"Not served: {line}", sys.stdout))
+        print_line(f"Not served: {line}")
     for line in refuses_writes(one):
-        click.echo(folded(f"{line[0].upper()}{line[1:]}", sys.stdout))
+        print_line(f"{line[0].upper()}{line[1:]}")
 
 
 def size_in_words(one: TopicDescription) -> str:

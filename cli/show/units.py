@@ -27,7 +27,8 @@ SIZES = {
     "ti": 1024**4, "tib": 1024**4,
 }  # fmt: skip
 UNLIMITED_WORDS = {"forever", "for-ever", "never", "none", "unlimited"}
-UNLIMITED_TEXT = "unlimited"
+UNLIMITED = "unlimited"
+"""The value of an option without a limit. None means that the option was not given."""
 
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
@@ -118,17 +119,8 @@ class Parsed(_ParamType):
             ctx.meta.setdefault(_AS_WRITTEN, {})[param.name] = value
         try:
             return self._parse(value)
-        except ConfigError as error:
+        except (ConfigError, ValueError) as error:
             self.fail(str(error), param, ctx)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class Unlimited:
-    """The type of UNLIMITED, the value of the word "unlimited". None means that an option was not given."""
-
-
-UNLIMITED = Unlimited()
 
 
 def _or_unlimited(parse: Any) -> Any:
@@ -154,7 +146,7 @@ EXISTING_GROUP = Parsed("group", partial(check_node, "group"))
 def show_ms(ms: int | None) -> str:
     """Returns "7d" for 604800000: the largest unit that divides it. None is unlimited."""
     if ms is None:
-        return UNLIMITED_TEXT
+        return UNLIMITED
     for unit in ("d", "h", "m", "s"):
         if ms and ms % MS[unit] == 0:
             return f"{ms // MS[unit]}{unit}"
@@ -164,7 +156,7 @@ def show_ms(ms: int | None) -> str:
 def show_bytes(size: int | None) -> str:
     """Returns "1GiB" for 1073741824; rounded to one digit if it is not a whole number of units. None is unlimited."""
     if size is None:
-        return UNLIMITED_TEXT
+        return UNLIMITED
     for number, unit in ((1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
         if size >= number:
             return f"{size // number}{unit}" if size % number == 0 else f"{size / number:.1f}{unit}"
@@ -175,7 +167,7 @@ def show_retention(ms: int | None, size: int | None) -> str:
     """Returns "7d", "7d/10GiB" for whichever comes first, "unlimited"."""
     parts = [show_ms(ms)] if ms is not None else []
     parts += [show_bytes(size)] if size is not None else []
-    return "/".join(parts) or UNLIMITED_TEXT
+    return "/".join(parts) or UNLIMITED
 
 
 def show_ids(numbers: Iterable[int]) -> str:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Coroutine
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
+from collections.abc import Awaitable, Callable, Collection
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, Self, Unpack
 
-from metamq.client.admin.admin_core import AdminCore
+from metamq.client.admin import (
+    admin_brokers,
+    admin_failover,
+    admin_groups,
+    admin_removal,
+    admin_replicas,
+    admin_topics,
+    admin_transactions,
+)
+from metamq.client.admin.admin_core import WAIT_S, AdminCore, P, T, exported
 from metamq.client.background import background
 from metamq.client.checks import not_picklable
 from metamq.client.settings import zookeeper_root, zookeeper_servers
-from metamq.errors import ClosedError, ForkedError
 
 if TYPE_CHECKING:
     from metamq.client.admin.admin_model import (
@@ -29,14 +36,11 @@ if TYPE_CHECKING:
         TopicDescription,
         TopicSettings,
     )
+    from metamq.client.net.cluster import ClusterClient
     from metamq.wire.xa import Xid
     from metamq.zk.cluster.failover import Failover
     from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.partitions import TopicPartition
-
-T = TypeVar("T")
-
-WAIT_S = 30.0
 
 
 class Admin:
@@ -83,7 +87,7 @@ class Admin:
         Raises TopicExists, ConfigError (a wrong setting, no live broker), Timeout after `timeout_s`: then the topic
         exists, and its brokers follow when they can.
         """
-        return self._run(self._core.create_topic(topic, partitions, brokers, exist_ok, timeout_s, settings))
+        return self._call(admin_topics.create_topic, topic, partitions, brokers, exist_ok, timeout_s, settings)
 
     def alter(
         self,
@@ -101,7 +105,7 @@ class Admin:
 
         Raises TopicNotFound, ConfigError, and Timeout as create_topic does.
         """
-        return self._run(self._core.alter(topic, partitions, brokers, timeout_s, settings))
+        return self._call(admin_topics.alter_topic, topic, partitions, brokers, timeout_s, settings)
 
     def delete(self, topic: str, *, timeout_s: float = WAIT_S) -> TopicConfig | None:
         """Deletes a topic with all its messages. Waits until no broker offers it, and returns its last configuration.
@@ -111,35 +115,35 @@ class Admin:
         Raises TopicNotFound, and Timeout after `timeout_s`: then the topic is deleted, and a broker that is down
         removes the data when it comes back.
         """
-        return self._run(self._core.delete(topic, timeout_s))
+        return self._call(admin_topics.delete_topic, topic, timeout_s)
 
     def topics(self) -> dict[str, TopicConfig]:
         """Returns every topic's configuration by name, in alphabetical order."""
-        return self._run(self._core.topics())
+        return self._call(admin_topics.all_topics)
 
     def describe_topic(self, topic: str) -> TopicDescription:
         """Returns a topic's configuration, and offsets, size and broker of each partition. Raises TopicNotFound.
 
         Partitions that no broker serves at present are included, with the reason.
         """
-        return self._run(self._core.describe_topic(topic))
+        return self._call(admin_topics.describe_topic, topic)
 
     # Groups
 
     def groups(self) -> dict[str, GroupSummary]:
         """Returns every consumer group by name, in alphabetical order, with and without members."""
-        return self._run(self._core.groups())
+        return self._call(admin_groups.all_groups)
 
     def describe_group(self, group: str) -> GroupDescription:
         """Returns a group's members, and its committed offset, lag and owner in each partition.
 
         Raises ConfigError for a group that does not exist.
         """
-        return self._run(self._core.describe_group(group))
+        return self._call(admin_groups.describe_group, group)
 
     def explain_group(self, group: str) -> GroupExplanation:
         """Explains a group's plan, and the partitions that are not as planned. Raises ConfigError as describe_group."""
-        return self._run(self._core.explain_group(group))
+        return self._call(admin_groups.explain_group, group)
 
     def reset_offsets(self, group: str, topic: str, to: ResetTo, *, dry_run: bool = False) -> tuple[OffsetReset, ...]:
         """Sets the offsets at which a group continues in a topic. Returns each partition's offset before and after.
@@ -150,7 +154,7 @@ class Admin:
         All offsets are found before the first is written. Raises ConfigError if the group does not exist or has
         members, which it names; TopicNotFound, PartitionNotFound, OffsetOutOfRange, ConnectError.
         """
-        return self._run(self._core.reset_offsets(group, topic, to, dry_run))
+        return self._call(admin_groups.reset_offsets, group, topic, to, dry_run=dry_run)
 
     def evict(self, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
         """Removes a member with a live session from its group. Returns the partitions that other members get now.
@@ -159,32 +163,30 @@ class Admin:
         refused. A member that still runs notices it and raises ClosedError. Raises ConfigError if there is no such
         group or member.
         """
-        return self._run(self._core.evict(group, consumer_id))
+        return self._call(admin_groups.evict, group, consumer_id)
 
     def delete_group(self, group: str) -> None:
         """Removes a group and its committed offsets. Raises ConfigError if it does not exist or has members."""
-        self._run(self._core.delete_group(group))
+        self._call(admin_groups.delete_group, group)
 
     # Brokers
 
     def brokers(self) -> dict[int, BrokerDescription]:
         """Returns every broker by id, including those that are down."""
-        return self._run(self._core.brokers())
+        return self._call(admin_brokers.describe_brokers)
 
     def statistics(self, broker_id: int) -> BrokerStatistics:
         """Returns a broker's counters and figures of its partitions. Raises ConfigError for an unknown id,
         ConnectError."""
-        return self._run(self._core.statistics(broker_id))
-
-    # The end
+        return self._call(admin_brokers.broker_statistics, broker_id)
 
     def replicas(self) -> dict[int, BrokerReplicas]:
         """Returns every broker id's replicas: roles, addresses, in-sync state, and the lags of the slaves."""
-        return self._run(self._core.replicas())
+        return self._call(admin_replicas.describe_replicas)
 
     def plan_promotion(self, broker_id: int, replica: int) -> PromotionPlan:
         """Returns the effects of promote(), losses included. Raises ConfigError without such a slave, ConnectError."""
-        return self._run(self._core.plan_promotion(broker_id, replica))
+        return self._call(admin_replicas.plan_promotion, broker_id, replica)
 
     def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:
         """Makes a slave the master of its broker id, without a restart. Returns the new epoch.
@@ -194,11 +196,11 @@ class Admin:
         the master without a hand-over, and the messages that it lacks are lost, see plan_promotion(). Raises
         ConfigError if there is no such slave, ConnectError, Timeout.
         """
-        return self._run(self._core.promote(broker_id, replica, accept_loss))
+        return self._call(admin_replicas.promote, broker_id, replica, accept_loss)
 
     def failover(self, broker_id: int) -> Failover:
         """Returns the failover of a broker id: its mode, and the last switches. Raises ConfigError."""
-        return self._run(self._core.failover(broker_id))
+        return self._call(admin_failover.failover_of, broker_id)
 
     def set_failover(
         self, broker_id: int, *, mode: str | None = None, paused: bool | None = None, preferred: int | None = None
@@ -211,11 +213,11 @@ class Admin:
 
         Raises ConfigError for an unknown broker id or a wrong value.
         """
-        return self._run(self._core.set_failover(broker_id, mode, paused, preferred))
+        return self._call(admin_failover.set_failover, broker_id, mode, paused, preferred)
 
     def plan_removal(self, broker_id: int, replica: int | None = None) -> RemovalPlan:
         """Returns the effects of remove_broker(), or of remove_replica() with a replica. Raises like these methods."""
-        return self._run(self._core.plan_removal(broker_id, replica))
+        return self._call(admin_removal.plan_removal, broker_id, replica)
 
     def remove_broker(self, broker_id: int, *, accept_loss: bool = False) -> RemovalPlan:
         """Removes a broker id that is gone permanently: its state, its partitions, and the groups' offsets in them.
@@ -223,7 +225,7 @@ class Admin:
         The messages in its partitions are lost. Raises ConfigError if there is no such broker, if one of its replicas
         is registered, and if it has partitions, unless `accept_loss`. May be repeated.
         """
-        return self._run(self._core.remove(broker_id, None, accept_loss))
+        return self._call(admin_removal.remove, broker_id, None, accept_loss)
 
     def remove_replica(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> RemovalPlan:
         """Removes a slave that is gone permanently: from the in-sync set, and as the last slave that its broker id had.
@@ -231,7 +233,7 @@ class Admin:
         Raises ConfigError if it is registered, the master, or unknown; and if it is the only replica that has all
         acknowledged messages, unless `accept_loss`.
         """
-        return self._run(self._core.remove(broker_id, replica, accept_loss))
+        return self._call(admin_removal.remove, broker_id, replica, accept_loss)
 
     def export_cluster(self) -> dict[str, Any]:
         """Returns all data of the cluster in ZooKeeper, for `metamq cluster restore`: to be written as JSON.
@@ -239,7 +241,7 @@ class Admin:
         Data that exists only while a process runs is left out. `changed_meanwhile` names the data that changed during
         the export.
         """
-        return self._run(self._core.export_cluster())
+        return self._call(exported)
 
     # Transactions
 
@@ -248,7 +250,7 @@ class Admin:
 
         Brokers that do not answer are named with the reason: their open branches are unknown.
         """
-        return self._run(self._core.transactions())
+        return self._call(admin_transactions.open_branches)
 
     def commit_branch(self, xid: Xid, broker_id: int) -> None:
         """Commits a prepared branch instead of its transaction manager, which learns of it when it asks.
@@ -256,33 +258,36 @@ class Admin:
         Its messages are visible from then on. The decision is kept until the manager, or forget_branch(), forgets it.
         Raises BranchNotKnown, BranchMisuse if the branch is not prepared, HeuristicOutcome if it was decided before.
         """
-        self._run(self._core.commit_branch(xid, broker_id))
+        self._call(admin_transactions.commit_branch, xid, broker_id)
 
     def rollback_branch(self, xid: Xid, broker_id: int) -> None:
         """Rolls back a branch instead of its transaction manager, as commit_branch() commits one.
 
         The branch does not have to be prepared; without a prepare no decision is kept. Raises as commit_branch().
         """
-        self._run(self._core.rollback_branch(xid, broker_id))
+        self._call(admin_transactions.rollback_branch, xid, broker_id)
 
     def forget_branch(self, xid: Xid, broker_id: int) -> None:
         """Drops the kept decision of a branch. Raises BranchNotKnown if there is none."""
-        self._run(self._core.forget_branch(xid, broker_id))
+        self._call(admin_transactions.forget_branch, xid, broker_id)
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if isinstance(self._core.closed_by, ForkedError):  # the loop is the parent's: nothing would ever run in it
-            work.close()
+    def _call(
+        self, work: Callable[Concatenate[ClusterClient, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if self._core.closed_by is not None:  # in a fork's child the loop is dead: nothing would ever run in it
             raise self._core.closed_by
-        return self._background.run(work)
+        return self._background.run(self._core.call(work, *args, **kwargs))
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self)
+
+    # The end
 
     def close(self) -> None:
         """Disconnects. Further calls do nothing."""
         if not self._closed:
             self._closed = True
-            if not isinstance(self._core.closed_by, ForkedError):
+            if not self._core.is_forked:
                 self._background.run(self._core.close())
 
     def __enter__(self) -> Self:
@@ -290,13 +295,11 @@ class Admin:
             raise self._core.closed_by
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", True) or isinstance(self._core.closed_by, ForkedError | ClosedError):
+        if getattr(self, "_closed", True) or self._core.closed_by is not None:
             return
         warnings.warn("an Admin was not closed: use `with` or close()", ResourceWarning, source=self, stacklevel=2)
         core, loop = self._core, self._background.loop

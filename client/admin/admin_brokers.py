@@ -15,7 +15,6 @@ from metamq.errors import ConfigError, MetamqError
 from metamq.wire import status
 from metamq.wire.commands import OffsetsEntry, OffsetsResult
 from metamq.zk.cluster.brokers import live_brokers, read_state
-from metamq.zk.errors import NoNode
 from metamq.zk.names import parse_partition, partition_name
 from metamq.zk.partitions import TopicPartition
 
@@ -25,16 +24,17 @@ if TYPE_CHECKING:
 Found = OffsetsResult | MetamqError
 
 
-async def describe_brokers(session: Session) -> dict[int, BrokerDescription]:
+async def children(session: Session, path: str) -> list[str]:
+    """Returns the names below a node, sorted; none if the node does not exist."""
+    return sorted(await session.children_or_none(path) or [])
+
+
+async def describe_brokers(cluster: ClusterClient) -> dict[int, BrokerDescription]:
     """Returns every broker id that ever had a master, in order. Raises ConnectionLost."""
-    masters = await live_brokers(session)
-    try:
-        names = await session.children(session.paths.broker_ids())
-    except NoNode:
-        names = []
+    masters = await live_brokers(cluster.session)
     described = {}
-    for broker_id in sorted({*masters, *(int(name) for name in names if name.isdecimal())}):
-        stored = await read_state(session, broker_id)
+    for broker_id in sorted({*masters, *await cluster.broker_ids()}):
+        stored = await read_state(cluster.session, broker_id)
         master = masters.get(broker_id)
         if stored is None and master is None:
             continue
@@ -121,7 +121,7 @@ async def _ask_one(
 
 async def broker_statistics(cluster: ClusterClient, broker_id: int) -> BrokerStatistics:
     """Returns a broker's counters. Raises ConfigError if there is no such broker, ConnectError, Timeout."""
-    described = await describe_brokers(cluster.session)
+    described = await describe_brokers(cluster)
     if broker_id not in described:
         known = f"There are: {', '.join(map(str, described))}." if described else "There is none yet."
         raise ConfigError(f"there is no broker {broker_id!r}", hint=known)

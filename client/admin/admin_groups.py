@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_brokers import Found, ask_offsets
+from metamq.client.admin.admin_brokers import Found, ask_offsets, children
 from metamq.client.admin.admin_model import (
     GroupDescription,
     GroupExplanation,
@@ -29,7 +29,7 @@ from metamq.client.admin.admin_topics import read_configs
 from metamq.client.checks import is_whole, partition_of, wrong_type
 from metamq.client.group.rebalance_decisions import why_idle
 from metamq.client.group.strategies import explain
-from metamq.client.producer.producer_api import requested_time_us
+from metamq.client.model import requested_time_us
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionNotFound
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.words import count
@@ -58,14 +58,6 @@ async def check_exists(session: Session, group: str) -> None:
     near = difflib.get_close_matches(group, names)
     hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "`metamq group list` shows all groups."
     raise ConfigError(f"there is no group {group!r}", hint=hint)
-
-
-async def children(session: Session, path: str) -> list[str]:
-    """Returns the names below a node, sorted; none if the node does not exist."""
-    try:
-        return sorted(await session.children(path))
-    except NoNode:
-        return []
 
 
 async def _members(session: Session, group: str) -> dict[str, Member]:
@@ -255,7 +247,7 @@ async def reset_offsets(
     session = cluster.session
     await check_exists(session, group)
     config = await cluster.topics.get(topic)
-    await check_empty(session, group, "its offsets cannot be reset")
+    await members.check_empty(session, group, "its offsets cannot be reset")
     targets = await _targets(cluster, config, to)
     records = {tp: _record(await _readable_offset(session, group, tp)) for tp in targets}
     _check_kept_here(group, topic, records.values())
@@ -278,19 +270,6 @@ def _check_kept_here(group: str, topic: str, records: Iterable[OffsetRecord | No
             f"group {group!r} keeps its offsets of topic {topic!r} by {', '.join(elsewhere)}, not in ZooKeeper, where "
             "a reset would write them",
             hint="Set them in that storage, or seek() in the consumer's on_assigned.",
-        )
-
-
-async def check_empty(session: Session, group: str, consequence: str) -> None:
-    """Raises ConfigError with the names of the members if the group has members."""
-    present = await _members(session, group)
-    if present:
-        names = ", ".join(
-            f"{member.consumer_id} (process {member.pid} on {member.host})" for member in present.values()
-        )
-        raise ConfigError(
-            f"group {group!r} has members, {consequence}: {names}",
-            hint="Stop them first; `metamq group evict` removes one that is stuck.",
         )
 
 
@@ -354,14 +333,14 @@ async def delete_group(cluster: ClusterClient, group: str) -> None:
     """Removes a group's plan and offsets. See Admin.delete_group."""
     session = cluster.session
     await check_exists(session, group)
-    await check_empty(session, group, "it cannot be deleted")
+    await members.check_empty(session, group, "it cannot be deleted")
     try:
         # Without this folder there are no members: a process that joins later creates it, and all nodes below, again.
         with contextlib.suppress(NoNode):
             await session.delete(session.paths.members(group), ANY_VERSION)
         await _delete_tree(session, session.paths.group(group))
     except NotEmpty:
-        await check_empty(session, group, "it cannot be deleted")
+        await members.check_empty(session, group, "it cannot be deleted")
         raise ConfigError(f"group {group!r} is in use again", hint="Stop its members first.") from None
 
 

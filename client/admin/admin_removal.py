@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_groups import children
+from metamq.client.admin.admin_brokers import children
 from metamq.client.admin.admin_model import RemovalPlan
 from metamq.errors import ConfigError, CorruptData, MetamqError
 from metamq.words import count

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.admin.admin_failover import successor_of
-from metamq.client.admin.admin_groups import children
 from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.client.admin.promotion_plan import Has, Loss, loss_of
 from metamq.client.net import paged_requests
@@ -31,9 +30,7 @@ ASK_TIMEOUT_S = 3.0
 
 async def describe_replicas(cluster: ClusterClient) -> dict[int, BrokerReplicas]:
     """Returns every broker id's replicas, in order, also without an answer of the broker. Raises ConnectionLost."""
-    names = await children(cluster.session, cluster.session.paths.broker_ids())
-    numbers = sorted(int(name) for name in names if name.isdecimal())
-    described = await asyncio.gather(*(describe_broker(cluster, number) for number in numbers))
+    described = await asyncio.gather(*(describe_broker(cluster, number) for number in await cluster.broker_ids()))
     return {one.broker_id: one for one in described if one is not None}
 
 

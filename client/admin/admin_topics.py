@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_brokers import ask_offsets, sizes_on_disk
+from metamq.client.admin.admin_brokers import ask_offsets, children, sizes_on_disk
 from metamq.client.admin.admin_model import PartitionDescription, TopicDescription, TopicSettings
 from metamq.client.checks import check_seconds, is_whole, wrong_type
 from metamq.client.settings import unknown
@@ -58,7 +58,7 @@ async def create_topic(
     there = await cluster.topics.get_or_none(topic)
     if there is not None:
         return await _served_already(cluster, there, exist_ok, timeout_s)
-    chosen = await _choose_brokers(cluster.session, brokers)
+    chosen = await _choose_brokers(cluster, brokers)
     config = TopicConfig(topic, partitions=spread_partitions(partitions, chosen), **settings)
     try:
         await _create(cluster, config)
@@ -119,7 +119,7 @@ async def alter_topic(
     _check_settings(settings, "alter()")
     check_seconds("timeout_s", timeout_s)
     await cluster.topics.get(topic)
-    chosen = await _choose_brokers(cluster.session, brokers) if partitions is not None else []
+    chosen = await _choose_brokers(cluster, brokers) if partitions is not None else []
 
     def change(before: TopicConfig) -> TopicConfig:
         spread = before.partitions
@@ -140,7 +140,7 @@ async def delete_topic(cluster: ClusterClient, topic: str, timeout_s: float) -> 
 
     async def withdrawn() -> str:
         for kind in OFFER_KINDS:
-            names = await _offers(cluster.session, kind, topic)
+            names = await children(cluster.session, cluster.session.paths.offers(kind, topic))
             if names:
                 return f"{', '.join(names)} still offer it"
         return ""
@@ -202,28 +202,27 @@ async def describe_topic(cluster: ClusterClient, topic: str) -> TopicDescription
     return TopicDescription(config, tuple(described), in_sync)
 
 
-async def _choose_brokers(session: Session, wanted: Collection[int] | None) -> list[int]:
+async def _choose_brokers(cluster: ClusterClient, wanted: Collection[int] | None) -> list[int]:
     """Returns the broker ids for new partitions: the live ones, or the wanted ones if all of them are live."""
-    live = sorted(await live_brokers(session))
+    live = sorted(await live_brokers(cluster.session))
     if wanted is None:
         if not live:
-            raise ConfigError("there is no broker to put partitions on", hint=await _how_to_get_one(session))
+            raise ConfigError("there is no broker to put partitions on", hint=await _how_to_get_one(cluster))
         return live
     if not isinstance(wanted, Collection) or not all(map(is_whole, wanted)):
         raise wrong_type("`brokers`", "a list of broker ids", wanted)
     missing = sorted(set(wanted) - set(live))
     if missing:
-        known = f"Live are: {', '.join(map(str, live))}." if live else await _how_to_get_one(session)
+        known = f"Live are: {', '.join(map(str, live))}." if live else await _how_to_get_one(cluster)
         raise ConfigError(f"broker {', '.join(map(str, missing))} is not registered in ZooKeeper", hint=known)
     return sorted(set(wanted))
 
 
-async def _how_to_get_one(session: Session) -> str:
+async def _how_to_get_one(cluster: ClusterClient) -> str:
     """Returns the next step if no broker has a master."""
-    names = await session.children_or_none(session.paths.broker_ids()) or []
-    for broker_id in sorted(int(name) for name in names if name.isdecimal()):
-        stored = await read_state(session, broker_id)
-        for slave in await slaves_of(session, broker_id):
+    for broker_id in await cluster.broker_ids():
+        stored = await read_state(cluster.session, broker_id)
+        for slave in await slaves_of(cluster.session, broker_id):
             if stored is not None and (slave.replica, slave.incarnation) in stored[0].insync:
                 promote = f"`metamq ha promote --broker {broker_id} --slave {slave.replica}`"
                 return f"Broker {broker_id} has no master, and a slave in sync: start the master again, or {promote}."
@@ -276,13 +275,6 @@ async def _offered_count(session: Session, topic: str, broker_id: int) -> int | 
         return None if node is None else offered_partitions(node.data)
     except CorruptData:
         return None
-
-
-async def _offers(session: Session, kind: str, topic: str) -> list[str]:
-    try:
-        return sorted(await session.children(session.paths.offers(kind, topic)))
-    except NoNode:
-        return []
 
 
 async def _wait(what: str, timeout_s: float, missing: Callable[[], Awaitable[str]], hint: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_groups import children
 from metamq.client.admin.admin_model import OpenBranches
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, MetamqError
@@ -19,8 +18,7 @@ LASTING = ("prepared", "heuristically completed", "decided")
 
 async def open_branches(cluster: ClusterClient) -> OpenBranches:
     """Returns the branches of every broker, and the reasons of brokers without an answer. Raises ConnectionLost."""
-    names = await children(cluster.session, cluster.session.paths.broker_ids())
-    numbers = sorted(int(name) for name in names if name.isdecimal())
+    numbers = await cluster.broker_ids()
     client = TxClient(cluster)
     answers = await asyncio.gather(
         *(client.branches(number, all_of_them=True) for number in numbers), return_exceptions=True
@@ -67,8 +65,7 @@ async def forget_branch(cluster: ClusterClient, xid: Xid, broker_id: int) -> Non
 
 
 async def _find(cluster: ClusterClient, xid: Xid, broker_id: int) -> BranchDescription:
-    names = await children(cluster.session, cluster.session.paths.broker_ids())
-    if str(broker_id) not in names:
+    if broker_id not in await cluster.broker_ids():
         raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
     for branch in await TxClient(cluster).branches(broker_id, all_of_them=True):
         if branch.xid == xid.check():

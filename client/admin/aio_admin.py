@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from metamq.client.admin.admin import WAIT_S
-from metamq.client.admin.admin_core import AdminCore
+from metamq.client.admin import (
+    admin_brokers,
+    admin_failover,
+    admin_groups,
+    admin_removal,
+    admin_replicas,
+    admin_topics,
+    admin_transactions,
+)
+from metamq.client.admin.admin_core import WAIT_S, AdminCore, exported
 from metamq.client.settings import zookeeper_root, zookeeper_servers
 
 if TYPE_CHECKING:
@@ -62,7 +69,9 @@ class Admin:
         **settings: Unpack[TopicSettings],
     ) -> TopicConfig:
         """See metamq.Admin.create_topic."""
-        return await self._core.create_topic(topic, partitions, brokers, exist_ok, timeout_s, settings)
+        return await self._core.call(
+            admin_topics.create_topic, topic, partitions, brokers, exist_ok, timeout_s, settings
+        )
 
     async def alter(
         self,
@@ -74,107 +83,107 @@ class Admin:
         **settings: Unpack[TopicSettings],
     ) -> TopicConfig:
         """See metamq.Admin.alter."""
-        return await self._core.alter(topic, partitions, brokers, timeout_s, settings)
+        return await self._core.call(admin_topics.alter_topic, topic, partitions, brokers, timeout_s, settings)
 
     async def delete(self, topic: str, *, timeout_s: float = WAIT_S) -> TopicConfig | None:
         """See metamq.Admin.delete."""
-        return await self._core.delete(topic, timeout_s)
+        return await self._core.call(admin_topics.delete_topic, topic, timeout_s)
 
     async def topics(self) -> dict[str, TopicConfig]:
         """See metamq.Admin.topics."""
-        return await self._core.topics()
+        return await self._core.call(admin_topics.all_topics)
 
     async def describe_topic(self, topic: str) -> TopicDescription:
         """See metamq.Admin.describe_topic."""
-        return await self._core.describe_topic(topic)
+        return await self._core.call(admin_topics.describe_topic, topic)
 
     async def groups(self) -> dict[str, GroupSummary]:
         """See metamq.Admin.groups."""
-        return await self._core.groups()
+        return await self._core.call(admin_groups.all_groups)
 
     async def describe_group(self, group: str) -> GroupDescription:
         """See metamq.Admin.describe_group."""
-        return await self._core.describe_group(group)
+        return await self._core.call(admin_groups.describe_group, group)
 
     async def explain_group(self, group: str) -> GroupExplanation:
         """See metamq.Admin.explain_group."""
-        return await self._core.explain_group(group)
+        return await self._core.call(admin_groups.explain_group, group)
 
     async def reset_offsets(
         self, group: str, topic: str, to: ResetTo, *, dry_run: bool = False
     ) -> tuple[OffsetReset, ...]:
         """See metamq.Admin.reset_offsets."""
-        return await self._core.reset_offsets(group, topic, to, dry_run)
+        return await self._core.call(admin_groups.reset_offsets, group, topic, to, dry_run=dry_run)
 
     async def evict(self, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
         """See metamq.Admin.evict."""
-        return await self._core.evict(group, consumer_id)
+        return await self._core.call(admin_groups.evict, group, consumer_id)
 
     async def delete_group(self, group: str) -> None:
         """See metamq.Admin.delete_group."""
-        await self._core.delete_group(group)
+        await self._core.call(admin_groups.delete_group, group)
 
     async def brokers(self) -> dict[int, BrokerDescription]:
         """See metamq.Admin.brokers."""
-        return await self._core.brokers()
+        return await self._core.call(admin_brokers.describe_brokers)
 
     async def statistics(self, broker_id: int) -> BrokerStatistics:
         """See metamq.Admin.statistics."""
-        return await self._core.statistics(broker_id)
+        return await self._core.call(admin_brokers.broker_statistics, broker_id)
 
     async def replicas(self) -> dict[int, BrokerReplicas]:
         """See metamq.Admin.replicas."""
-        return await self._core.replicas()
+        return await self._core.call(admin_replicas.describe_replicas)
 
     async def plan_promotion(self, broker_id: int, replica: int) -> PromotionPlan:
         """See metamq.Admin.plan_promotion."""
-        return await self._core.plan_promotion(broker_id, replica)
+        return await self._core.call(admin_replicas.plan_promotion, broker_id, replica)
 
     async def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:
         """See metamq.Admin.promote."""
-        return await self._core.promote(broker_id, replica, accept_loss)
+        return await self._core.call(admin_replicas.promote, broker_id, replica, accept_loss)
 
     async def failover(self, broker_id: int) -> Failover:
         """See metamq.Admin.failover."""
-        return await self._core.failover(broker_id)
+        return await self._core.call(admin_failover.failover_of, broker_id)
 
     async def set_failover(
         self, broker_id: int, *, mode: str | None = None, paused: bool | None = None, preferred: int | None = None
     ) -> Failover:
         """See metamq.Admin.set_failover."""
-        return await self._core.set_failover(broker_id, mode, paused, preferred)
+        return await self._core.call(admin_failover.set_failover, broker_id, mode, paused, preferred)
 
     async def plan_removal(self, broker_id: int, replica: int | None = None) -> RemovalPlan:
         """See metamq.Admin.plan_removal."""
-        return await self._core.plan_removal(broker_id, replica)
+        return await self._core.call(admin_removal.plan_removal, broker_id, replica)
 
     async def remove_broker(self, broker_id: int, *, accept_loss: bool = False) -> RemovalPlan:
         """See metamq.Admin.remove_broker."""
-        return await self._core.remove(broker_id, None, accept_loss)
+        return await self._core.call(admin_removal.remove, broker_id, None, accept_loss)
 
     async def remove_replica(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> RemovalPlan:
         """See metamq.Admin.remove_replica."""
-        return await self._core.remove(broker_id, replica, accept_loss)
+        return await self._core.call(admin_removal.remove, broker_id, replica, accept_loss)
 
     async def export_cluster(self) -> dict[str, Any]:
         """See metamq.Admin.export_cluster."""
-        return await self._core.export_cluster()
+        return await self._core.call(exported)
 
     async def transactions(self) -> OpenBranches:
         """See metamq.Admin.transactions."""
-        return await self._core.transactions()
+        return await self._core.call(admin_transactions.open_branches)
 
     async def commit_branch(self, xid: Xid, broker_id: int) -> None:
         """See metamq.Admin.commit_branch."""
-        await self._core.commit_branch(xid, broker_id)
+        await self._core.call(admin_transactions.commit_branch, xid, broker_id)
 
     async def rollback_branch(self, xid: Xid, broker_id: int) -> None:
         """See metamq.Admin.rollback_branch."""
-        await self._core.rollback_branch(xid, broker_id)
+        await self._core.call(admin_transactions.rollback_branch, xid, broker_id)
 
     async def forget_branch(self, xid: Xid, broker_id: int) -> None:
         """See metamq.Admin.forget_branch."""
-        await self._core.forget_branch(xid, broker_id)
+        await self._core.call(admin_transactions.forget_branch, xid, broker_id)
 
     async def close(self) -> None:
         """Disconnects. Further calls do nothing."""
@@ -183,7 +192,5 @@ class Admin:
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()

@@ -9,20 +9,21 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from metamq.client.checks import check_callables, check_seconds, check_whole, partition_of
-from metamq.client.consumer.aio_listener import DeadLetters, ListenerTasks
+from metamq.client.checks import check_callables, check_seconds, partition_of
+from metamq.client.consumer.aio_listener import ListenerTasks
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
+from metamq.client.consumer.dead_letters import DeadLetters
 from metamq.client.consumer.receivers import TaskReceiver
+from metamq.client.consumer.retrying import RetryPolicy
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
-from metamq.client.net.retrying import RetryPolicy
 from metamq.client.offsets.dbapi import NOT_GIVEN, AnyConnection, database_of
 from metamq.client.one_loop import OneLoop
 from metamq.client.opened_later import OpenedLater
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
-from metamq.errors import ConfigError, ForkedError
+from metamq.errors import ForkedError
 
 if TYPE_CHECKING:
     from metamq.client.fetch.inbox import InFlightBatch
@@ -121,11 +122,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
 
     async def batches(self, max_messages: int | None = None) -> AsyncGenerator[MessageBatch[T], None]:
         """Iterates over batches as they are stored, without an object per message; see metamq.Consumer.batches."""
-        if max_messages is not None:
-            check_whole("max_messages", max_messages, 1)
-        if self._filter is not None:
-            raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
-        self._core.check_loop_may_begin()
+        self._check_batches(max_messages)
         with self._one_loop.begun(asyncio.current_task) as check_loop:
             check_loop()
             self._finish()

@@ -12,16 +12,17 @@ from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
-from metamq.client.background import background
-from metamq.client.checks import check_callables, check_seconds, check_whole, not_picklable, partition_of
+from metamq.client.background import at_once, background
+from metamq.client.checks import check_callables, check_seconds, not_picklable, partition_of
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
-from metamq.client.consumer.listener import DeadLetters, Listener, ListenerPool
+from metamq.client.consumer.dead_letters import DeadLetters
+from metamq.client.consumer.listener import ListenerPool
 from metamq.client.consumer.receivers import ThreadReceiver
+from metamq.client.consumer.retrying import Listener, RetryPolicy
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
-from metamq.client.net.retrying import RetryPolicy
-from metamq.client.offsets.dbapi import NOT_GIVEN, DatabaseConnection, at_once, blocking_database_of
+from metamq.client.offsets.dbapi import NOT_GIVEN, DatabaseConnection, blocking_database_of
 from metamq.client.one_loop import OneLoop
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
@@ -172,11 +173,7 @@ class Consumer(ConsumerApi[T]):
         `max_messages` joins fetched batches of a partition, up to so many messages: the result is fewer and larger
         batches if the producers' batches are small. It does not wait for more messages, and splits no stored batch.
         """
-        if max_messages is not None:
-            check_whole("max_messages", max_messages, 1)
-        if self._filter is not None:
-            raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
-        self._core.check_loop_may_begin()
+        self._check_batches(max_messages)
         with self._one_loop.begun(threading.current_thread) as check_loop:
             check_loop()
             self._finish()
@@ -289,7 +286,7 @@ class Consumer(ConsumerApi[T]):
         self._core.check_loop_may_begin()
         dead_letters = DeadLetters(self._servers, self._root, self._core.plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
-        pool = ListenerPool(self._receiver, listener, self._filter, dead_letters, policy, concurrency)
+        pool = ListenerPool(self._receiver, self._background, listener, self._filter, dead_letters, policy, concurrency)
         with self._one_loop.begun(threading.current_thread) as check_loop:
             check_loop()
             self._finish()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Generic
 
-from metamq.client.checks import partition_of, wrong_type
+from metamq.client.checks import check_whole, partition_of, wrong_type
 from metamq.client.fetch.commit_in import Position, commit_in, offset_write
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message
@@ -40,6 +40,7 @@ class ConsumerApi(Generic[T]):
     """The methods of a Consumer that do not wait."""
 
     _core: ConsumerCore
+    _filter: Callable[[Message[T]], bool] | None
 
     @property
     def assignment(self) -> list[TopicPartition]:
@@ -53,6 +54,14 @@ class ConsumerApi(Generic[T]):
         May also be called after close().
         """
         return self._core.health()
+
+    def _check_batches(self, max_messages: int | None) -> None:
+        """Checks the argument of batches(). Raises ConfigError also for a consumer with a filter."""
+        if max_messages is not None:
+            check_whole("max_messages", max_messages, 1)
+        if self._filter is not None:
+            raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
+        self._core.check_loop_may_begin()
 
     def _requests(self, position: Position) -> list[CommitRequest]:
         delivered = isinstance(position, Message | MessageBatch)

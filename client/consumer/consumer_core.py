@@ -12,16 +12,20 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from metamq.client.consumer.health import ConsumerHealth, health_of
+from metamq.client.consumer.health import (
+    PUBLISH_LIMIT_S,
+    ConsumerHealth,
+    done_offsets,
+    health_of,
+    watch_progress,
+)
 from metamq.client.consumer.loop_end import LoopEnd
-from metamq.client.consumer.progress import PUBLISH_LIMIT_S, done_offsets, watch_progress
 from metamq.client.consumer.unshared import UnsharedAssignment
 from metamq.client.fetch.commits import OffsetCommits
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerPlan, check_place
 from metamq.client.fetch.damage import report_damage, report_of
-from metamq.client.fetch.fetch_budget import FetchBudget
 from metamq.client.fetch.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
-from metamq.client.fetch.fetch_runner import FetchRunner
+from metamq.client.fetch.fetch_runner import FetchBudget, FetchRunner
 from metamq.client.fetch.inbox import Inbox, PartitionState
 from metamq.client.fetch.message_batch import MessageBatch, own_part
 from metamq.client.fetch.sources import Sources
@@ -29,7 +33,7 @@ from metamq.client.fetch.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.forks import register_for_forks
 from metamq.client.group.assignment import AssignedPartition, not_assigned
 from metamq.client.group.rebalance import ZKLoadRebalanceListener
-from metamq.client.net.cluster import MASTER, ClusterClient, Source
+from metamq.client.net.cluster import MASTER, ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.net.outages import Outages
 from metamq.client.offsets.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
@@ -78,7 +82,7 @@ class ConsumerCore:
         self._budget = FetchBudget(options, self.inbox)
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
-        self._queue = FetchRequestQueue(self._wake_runner)
+        self._queue = FetchRequestQueue(lambda source: self._sources.runner(source).wake())
         self._requests: dict[TopicPartition, FetchRequest] = {}
         self._stalled: dict[FetchRequest, None] = {}
         self.outages = Outages(lambda broker_id: self.cluster.broker_name(broker_id), self._is_substituted)
@@ -215,13 +219,11 @@ class ConsumerCore:
             self.inbox.rewind(state)
         await asyncio.gather(*(self._until_released(state) for state in states))
         is_well = not states or await self._notify(self._on_revoked, states)
-        finals = {state.tp: self._final(state) if is_well else None for state in states}
+        commits = is_well and self.plan.auto_commit
+        finals = {state.tp: state.due_commit() if commits else None for state in states}
         for state in states:
             self._remove(state)
         return finals
-
-    def _final(self, state: PartitionState) -> tuple[int, int] | None:
-        return state.due_commit() if self.plan.auto_commit else None
 
     async def _until_released(self, state: PartitionState) -> None:
         released: asyncio.Future[None] = self.loop.create_future()
@@ -291,9 +293,6 @@ class ConsumerCore:
         if request is not None:
             self._stalled.pop(request, None)
             self._sources.runner(request.source).cancel(request)
-
-    def _wake_runner(self, source: Source) -> None:
-        self._sources.runner(source).wake()
 
     def fetched(self, request: FetchRequest, result: GetResult, data: memoryview) -> None:
         """Puts the data of one partition into the inbox, and the request back into the queue."""
@@ -431,7 +430,10 @@ class ConsumerCore:
                     self.inbox.poke()  # a handler may have tried in a lapse too short to be seen here
                 continue
             self._delivering = valid
-            log.warning("consumption %s: %s", "continues" if valid else "pauses", self._lease_reason(valid))
+            if valid:
+                log.warning("consumption continues: ZooKeeper answers again")
+            else:
+                log.warning("consumption pauses: ZooKeeper has not answered, another member may take over")
             for state in list(self.inbox.states.values()):
                 if state.next_offset < 0:
                     continue
@@ -441,9 +443,6 @@ class ConsumerCore:
                 else:
                     self._stop_fetching(state)
             self.inbox.poke()
-
-    def _lease_reason(self, valid: bool) -> str:
-        return "ZooKeeper answers again" if valid else "ZooKeeper has not answered, another member may take over"
 
     # Called by the application
 

@@ -29,7 +29,9 @@ from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_l
 from metamq.wire.limits import ENTRIES_TARGET
 
 if TYPE_CHECKING:
+    from metamq.client.fetch.consumer_options import ConsumerOptions
     from metamq.client.fetch.fetch_queue import FetchRequest, FetchRequestQueue
+    from metamq.client.fetch.inbox import Inbox, PartitionState
     from metamq.client.net.cluster import ClusterClient, Source
     from metamq.client.net.transport import BrokerConnection
     from metamq.wire.connection import Response
@@ -59,6 +61,33 @@ class FetchLimits(NamedTuple):
     min_bytes: int
     max_bytes: int
     partition_max_bytes: int
+
+
+class FetchBudget:
+    """The free capacity of a consumer's inbox."""
+
+    def __init__(self, options: ConsumerOptions, inbox: Inbox) -> None:
+        self._options = options
+        self._inbox = inbox
+
+    def limits(self) -> FetchLimits:
+        """Returns the limits of the next GET."""
+        options = self._options
+        share_bytes = options.partition_fetch_max_bytes
+        if self._inbox.buffered_bytes >= options.prefetch_bytes:
+            share_bytes = min(share_bytes, self._share_bytes())
+        return FetchLimits(options.fetch_wait_ms, options.fetch_min_bytes, options.fetch_max_bytes, share_bytes)
+
+    def _share_bytes(self) -> int:
+        return max(self._options.prefetch_bytes // max(len(self._inbox.states), 1), 1)
+
+    def allows_more(self, state: PartitionState) -> bool:
+        """Returns True if more may be fetched; always below a fair share, so that a slow partition blocks no other
+        one."""
+        limit = self._options.prefetch_bytes
+        if state.buffered_bytes < self._share_bytes():
+            return True
+        return self._inbox.buffered_bytes < limit and state.buffered_bytes < limit // 2
 
 
 class FetchRunner:

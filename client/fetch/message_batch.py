@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Generic
 
-from metamq.client.model import Message, TopicPartition, message_of
+from metamq.client.model import Message, message_of
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, CorruptData, DecodeError, UndecodableBatch
 from metamq.wire import columns
@@ -16,6 +16,7 @@ from metamq.wire import columns
 if TYPE_CHECKING:
     from metamq.wire.batch import BatchHeader
     from metamq.wire.columns import Columns
+    from metamq.zk.partitions import TopicPartition
 
 _NO_HEADERS: Mapping[str, bytes] = {}
 

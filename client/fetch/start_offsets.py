@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
+from metamq.client.model import requested_time_us
 from metamq.client.net.cluster import MASTER, ClusterClient
 from metamq.client.net.paged_requests import ask_offsets
-from metamq.client.producer.producer_api import requested_time_us
 from metamq.errors import ConnectError, MetamqError, OffsetOutOfRange
 from metamq.wire import status
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from metamq.client.group.rebalance_decisions import (
     group_strategy,
@@ -19,7 +19,6 @@ from metamq.client.group.rebalance_decisions import (
     subscribed_topics,
     without_growth,
 )
-from metamq.client.net.watched import Watched
 from metamq.errors import ConfigError, CorruptData, MetamqError, closed_client
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.documents import warn_once
@@ -31,6 +30,44 @@ if TYPE_CHECKING:
     from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.client")
+
+T = TypeVar("T")
+
+
+class Watched(Generic[T]):
+    """A value in ZooKeeper: the result of `read`, read again after its watch has fired or `forget` was called.
+
+    `read` receives the watch to set, or None if the previous watch is still set. `changed` is called when the watch
+    fires. Not for concurrent use: one task at a time.
+    """
+
+    def __init__(self, read: Callable[[Callable[[], None] | None], Awaitable[T]], changed: Callable[[], None]) -> None:
+        self._read = read
+        self._changed = changed
+        self._armed = False
+        self._fresh = False
+        self._value: T
+
+    async def get(self) -> T:
+        """Returns the value. Raises the errors of `read`."""
+        if not self._fresh:
+            # One watch at a time: ZooKeeper would call each of them. The watch may fire before the answer is here.
+            was_armed = self._armed
+            self._fresh = self._armed = True
+            try:
+                self._value = await self._read(None if was_armed else self._fired)
+            except BaseException:
+                self._fresh, self._armed = False, was_armed and self._armed
+                raise
+        return self._value
+
+    def forget(self) -> None:
+        """Makes the next `get` read again, changed or not."""
+        self._fresh = False
+
+    def _fired(self) -> None:
+        self._fresh = self._armed = False
+        self._changed()
 
 
 class CannotStay(Exception):

@@ -101,6 +101,11 @@ class ClusterClient:
                 lambda: name in self._fresh_topics or name not in self.configs,
             )
 
+    async def broker_ids(self) -> list[int]:
+        """Returns every broker id that ever had a master, in order. Raises ConnectionLost."""
+        names = await self.session.children_or_none(self.session.paths.broker_ids()) or []
+        return sorted(int(name) for name in names if name.isdecimal())
+
     async def refresh_brokers(self) -> dict[int, BrokerAddress]:
         """Returns the masters by broker id; without ZooKeeper, the last known ones."""
         try:

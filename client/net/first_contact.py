@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from metamq.client.forks import register_for_forks
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.transport import BrokerConnection
-from metamq.errors import ConnectError
+from metamq.errors import ClosedError, ConnectError, ForkedError, MetamqError, closed_client
 from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.servers import parse_servers
 from metamq.zk.session.attempts import CLOSED, NOT_ZOOKEEPER
@@ -13,20 +15,61 @@ from metamq.zk.session.presence import warn_without_cluster
 from metamq.zk.session.session import Session
 
 GREETING_TIMEOUT_S = 1.0
+SESSION_TIMEOUT_MS = 10_000
 
 
-async def open_client_session(servers: str, root: str, timeout_ms: int) -> Session:
+async def open_client_session(servers: str, root: str, timeout_ms: int = SESSION_TIMEOUT_MS) -> Session:
     """Opens a session. Warns if no broker has ever used this ZooKeeper. Raises ConfigError, ConnectError."""
     session = await open_session(servers, root=root, timeout_ms=timeout_ms)
     await warn_without_cluster(session)
     return session
 
 
+class OwnCluster:
+    """A client's own session and connections, for the loop that opens them, until close() or a fork."""
+
+    def __init__(self, kind: str, hint: str) -> None:
+        self.closed_by: MetamqError | None = ClosedError(kind, "it was never opened", hint=hint)
+        self._kind = kind
+        self._cluster: ClusterClient | None = None
+        register_for_forks(self)
+
+    async def open(self, servers: str, root: str) -> None:
+        """Connects to ZooKeeper. Raises ConnectError."""
+        self._cluster = ClusterClient(await open_client_session(servers, root))
+        self.closed_by = None
+
+    @property
+    def cluster(self) -> ClusterClient:
+        """The cluster. Raises ClosedError, ForkedError."""
+        if self._cluster is None:
+            raise (self.closed_by or closed_client(self._kind)).with_traceback(None)
+        return self._cluster
+
+    @property
+    def is_forked(self) -> bool:
+        """True in a fork's child."""
+        return isinstance(self.closed_by, ForkedError)
+
+    async def close(self) -> None:
+        """Disconnects. May be repeated. Does nothing in a fork's child."""
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            self.closed_by = closed_client(self._kind)
+            await cluster.close()
+            await cluster.session.close()
+
+    def forked(self) -> None:
+        """Closes the copy in a fork's child: it cannot be used any more."""
+        self.closed_by = ForkedError(self._kind)
+        self._cluster = None
+
+
 async def open_session(
     servers: str,
     *,
     root: str = DEFAULT_ROOT,
-    timeout_ms: int = 10_000,
+    timeout_ms: int = SESSION_TIMEOUT_MS,
     patient: bool = True,
     make_chroot: bool = False,
 ) -> Session:

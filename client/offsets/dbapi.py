@@ -18,7 +18,7 @@ import logging
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from metamq.client.checks import wrong_type
@@ -174,78 +174,61 @@ class Database(ABC):
         return text, tuple(values)
 
 
-class _Blocking(Database):
-    is_asyncio = False
+class _DbApi(Database):
+    """A connection with the methods of PEP 249."""
+
+    @abstractmethod
+    async def _result(self, returned: Any) -> Any:
+        """Returns the result of a call, from what the call returned."""
 
     async def rows(self, sql: str, values: Sequence[object] = ()) -> list[Sequence[Any]]:
-        cursor = self._executed(sql, values)
+        cursor = await self._executed(sql, values)
         try:
-            return [columns_of(row) for row in cursor.fetchall()]
+            return [columns_of(row) for row in await self._result(cursor.fetchall())]
         finally:
-            cursor.close()
+            await self._result(cursor.close())
 
     async def change(self, sql: str, values: Sequence[object] = ()) -> int:
-        cursor = self._executed(sql, values)
+        cursor = await self._executed(sql, values)
         changed: int = cursor.rowcount
-        cursor.close()
+        await self._result(cursor.close())
         return changed
 
-    def _executed(self, sql: str, values: Sequence[object]) -> Any:
-        cursor = self._done(self.connection.cursor())
+    async def _executed(self, sql: str, values: Sequence[object]) -> Any:
+        cursor = await self._result(self.connection.cursor())
         try:
-            self._done(cursor.execute(*self._prepared(sql, values)))
+            await self._result(cursor.execute(*self._prepared(sql, values)))
         except BaseException:
-            cursor.close()
+            await self._result(cursor.close())
             raise
         return cursor
 
-    def _done(self, result: Any) -> Any:
-        """Returns `result`. Raises ConfigError if it is awaitable: then nothing was done."""
-        if inspect.isawaitable(result):
-            if inspect.iscoroutine(result):
-                result.close()
+    async def commit(self) -> None:
+        await self._result(self.connection.commit())
+
+    async def rollback(self) -> None:
+        await self._result(self.connection.rollback())
+
+
+class _Blocking(_DbApi):
+    is_asyncio = False
+
+    async def _result(self, returned: Any) -> Any:
+        """Raises ConfigError for an awaitable: then nothing was done."""
+        if inspect.isawaitable(returned):
+            if inspect.iscoroutine(returned):
+                returned.close()
             kind = type(self.connection)
             raise ConfigError(
                 f"{kind.__module__}.{kind.__qualname__} looks like a blocking connection, but returned an awaitable",
                 hint="Pass the driver's own connection, without a wrapper.",
             )
-        return result
-
-    async def commit(self) -> None:
-        self._done(self.connection.commit())
-
-    async def rollback(self) -> None:
-        self._done(self.connection.rollback())
+        return returned
 
 
-class _Asyncio(Database):
-    async def rows(self, sql: str, values: Sequence[object] = ()) -> list[Sequence[Any]]:
-        cursor = await self._executed(sql, values)
-        try:
-            return [columns_of(row) for row in await cursor.fetchall()]
-        finally:
-            await _settled(cursor.close())
-
-    async def change(self, sql: str, values: Sequence[object] = ()) -> int:
-        cursor = await self._executed(sql, values)
-        changed: int = cursor.rowcount
-        await _settled(cursor.close())
-        return changed
-
-    async def _executed(self, sql: str, values: Sequence[object]) -> Any:
-        cursor = await _settled(self.connection.cursor())
-        try:
-            await cursor.execute(*self._prepared(sql, values))
-        except BaseException:
-            await _settled(cursor.close())
-            raise
-        return cursor
-
-    async def commit(self) -> None:
-        await self.connection.commit()
-
-    async def rollback(self) -> None:
-        await self.connection.rollback()
+class _Asyncio(_DbApi):
+    async def _result(self, returned: Any) -> Any:
+        return await _settled(returned)
 
 
 class _Asyncpg(Database):
@@ -350,17 +333,6 @@ def blocking_database_of(connection: object, paramstyle: str | None, hint: str) 
         kind = type(connection)
         raise ConfigError(f"the connection is one for asyncio, of {kind.__module__}.{kind.__qualname__}", hint=hint)
     return database
-
-
-def at_once(work: Coroutine[Any, Any, R]) -> R:
-    """Runs a coroutine that never waits, in this thread, without a loop."""
-    try:
-        work.send(None)
-    except StopIteration as ended:
-        result: R = ended.value
-        return result
-    work.close()
-    raise AssertionError("the coroutine waits for a loop")
 
 
 def check_table(table: str) -> str:

@@ -20,8 +20,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from metamq.client.background import at_once
 from metamq.client.checks import check_callables
-from metamq.client.offsets.dbapi import AnyConnection, Database, at_once, check_paramstyle, check_table, database_of
+from metamq.client.offsets.dbapi import AnyConnection, Database, check_paramstyle, check_table, database_of
 from metamq.errors import MetamqError, OwnershipLost
 from metamq.zk.groups.ownership import CommittedOffset, Ownership
 

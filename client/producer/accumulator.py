@@ -31,34 +31,36 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from metamq.client.producer.outgoing import (
+    IDLE,
     MESSAGE_OVERHEAD_BYTES,
+    Busy,
     Delivery,
     DeliveryOwner,
     ManyDelivery,
     OutgoingBatch,
     QuickBatch,
+    size_of,
 )
 from metamq.client.producer.topic_buffer import (
-    Headers,
     TopicBuffer,
     add_message,
     align_columns,
     chunk_bounds,
     failed_batch,
     refuse_large,
-    size_of,
     too_large,
 )
 from metamq.errors import BufferFull, ConfigError, MetamqError, closed_client
 from metamq.zk.names import check_topic
 
 if TYPE_CHECKING:
+    from metamq.client.producer.outgoing import Headers
     from metamq.client.producer.partitioner import Partitioner
     from metamq.zk.cluster.topics import TopicConfig
 
@@ -69,17 +71,6 @@ log = logging.getLogger("metamq.client")
 TIMESTAMP_US_MAX = (1 << 63) - 1
 QUICK = getattr(sys, "_is_gil_enabled", lambda: True)()
 new_object = object.__new__
-
-
-class Busy(NamedTuple):
-    """The places for which batches wait to be sent: open batches for them may as well grow."""
-
-    brokers: Set[int]
-    places: Mapping[str, Set[tuple[int, int]]]
-    """(broker id, index) by topic."""
-
-
-IDLE = Busy(frozenset(), {})
 
 
 class Accumulator:
@@ -597,4 +588,4 @@ class Accumulator:
         self._fast = {}
         for batch in self.outstanding:
             if not batch.done:
-                batch.fail_in_child(error)
+                batch.end(error)

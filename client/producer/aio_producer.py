@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self, Unpack
 
 from metamq.client.checks import check_callables, check_timeout
 from metamq.client.opened_later import OpenedLater
-from metamq.client.producer.producer import FLUSH_TIMEOUT_S, SESSION_TIMEOUT_MS
 from metamq.client.producer.producer_api import ProducerApi, ProducerSettings
-from metamq.client.producer.producer_core import ProducerCore, ProducerOptions
+from metamq.client.producer.producer_core import FLUSH_TIMEOUT_S, ProducerCore, ProducerOptions
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 
@@ -47,7 +45,7 @@ class BaseProducer(OpenedLater, ProducerApi[T]):
         """Connects to ZooKeeper; `async with` calls it. Raises ConnectError, or ConfigError on the second call."""
         self._open_once()
         self._core = ProducerCore(self._options, asyncio.get_running_loop(), wait_s=0)
-        await self._core.open(self._servers, self._root, SESSION_TIMEOUT_MS)
+        await self._core.open(self._servers, self._root)
         return self
 
     async def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
@@ -74,7 +72,5 @@ class BaseProducer(OpenedLater, ProducerApi[T]):
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()

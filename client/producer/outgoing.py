@@ -10,9 +10,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from metamq.client.checks import check_timeout
 from metamq.client.model import Receipt, ReceiptRange
@@ -21,10 +21,10 @@ from metamq.wire import columns
 from metamq.zk.names import partition_name
 
 if TYPE_CHECKING:
-    from metamq.wire.columns import Headers
     from metamq.wire.compression import Codec
 
 R = TypeVar("R")
+Headers = Mapping[str, bytes]
 
 MESSAGE_OVERHEAD_BYTES = 8
 """Bytes of a message in a batch in addition to its data: its entry in the offsets, and space for a key's entry."""
@@ -36,6 +36,50 @@ NONE_REFUSED: Mapping[int, OutgoingBatch] = {}
 log = logging.getLogger("metamq.client")
 
 _event_lock = threading.Lock()
+
+
+class CheckedMessage(NamedTuple):
+    """A message after its checks."""
+
+    value: bytes
+    key: bytes | None = None
+    headers: Headers | None = None
+    partition: str | None = None
+    timestamp_us: int | None = None
+
+
+AnyMessage = CheckedMessage | bytes
+"""A message after its checks; bytes if it has nothing but a value."""
+
+
+def size_of(value: bytes, key: bytes | None, headers: Headers | None) -> int:
+    """Returns the bytes that a message counts for."""
+    size = len(value) + MESSAGE_OVERHEAD_BYTES
+    if key is not None:
+        size += len(key)
+    if headers:
+        size += sum(len(name.encode()) + len(text) + 4 for name, text in headers.items())
+    return size
+
+
+def size_of_all(messages: Sequence[AnyMessage]) -> int:
+    """Returns the bytes that the messages count for in the buffer."""
+    values = [one for one in messages if isinstance(one, bytes)]
+    size = sum(map(len, values)) + MESSAGE_OVERHEAD_BYTES * len(values)
+    if len(values) < len(messages):
+        size += sum([size_of(*one[:3]) for one in messages if not isinstance(one, bytes)])
+    return size
+
+
+class Busy(NamedTuple):
+    """The places for which batches wait to be sent: open batches for them may as well grow."""
+
+    brokers: Set[int]
+    places: Mapping[str, Set[tuple[int, int]]]
+    """(broker id, index) by topic."""
+
+
+IDLE = Busy(frozenset(), {})
 
 
 class DeliveryOwner(Protocol):
@@ -144,7 +188,7 @@ class OutgoingBatch:
         """
         assert not self.done
         self.base_offset = base_offset
-        self._end(error)
+        self.end(error)
         if not keep_encoded:
             self.encoded = None
         if self.event is not None:  # created before wait() checked `done`, or not needed
@@ -156,11 +200,8 @@ class OutgoingBatch:
             except Exception:  # a user's error: the other callbacks run, and the producer continues
                 log.exception("a delivery's callback failed")
 
-    def fail_in_child(self, error: MetamqError) -> None:
-        """Fails the batch in a fork's child, where no thread waits for it and no loop runs its callbacks."""
-        self._end(error)
-
-    def _end(self, error: MetamqError | None) -> None:
+    def end(self, error: MetamqError | None) -> None:
+        """Sets the outcome. In a fork's child, no thread waits for it and no loop runs callbacks."""
         self.error = error
         self.count = self.messages
         self.values = ()

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, Unpack
 from metamq.client.background import background
 from metamq.client.checks import check_callables, check_seconds, check_timeout
 from metamq.client.producer.producer_api import ProducerApi, ProducerSettings
-from metamq.client.producer.producer_core import ProducerCore, ProducerOptions
+from metamq.client.producer.producer_core import FLUSH_TIMEOUT_S, ProducerCore, ProducerOptions
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, ForkedError
@@ -23,10 +23,7 @@ from metamq.errors import ConfigError, ForkedError
 log = logging.getLogger("metamq.client")
 
 
-SESSION_TIMEOUT_MS = 10_000
 AT_EXIT_FLUSH_S = 5.0
-FLUSH_TIMEOUT_S = 35.0
-"""Seconds, more than the default of `delivery_timeout_s`: undeliverable messages fail first, with their reason."""
 
 
 class BaseProducer(ProducerApi[T]):
@@ -71,7 +68,7 @@ class BaseProducer(ProducerApi[T]):
         wait_s = 0.0 if on_full == "raise" else full_timeout_s
         self._core = ProducerCore(options, self._background.loop, wait_s=wait_s)
         servers = zookeeper_servers(zookeeper, config)
-        self._background.run(self._core.open(servers, zookeeper_root(root, config), SESSION_TIMEOUT_MS))
+        self._background.run(self._core.open(servers, zookeeper_root(root, config)))
         self._closed = False
         _unclosed.add(self)
 

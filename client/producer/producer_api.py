@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
-from typing import Any, Generic, NoReturn, TypedDict
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypedDict
 
 from metamq.client.checks import not_picklable, wrong_type
-from metamq.client.model import EPOCH
-from metamq.client.producer.outgoing import Delivery, ManyDelivery
+from metamq.client.model import timestamp_us
+from metamq.client.producer.outgoing import AnyMessage, CheckedMessage, Delivery, ManyDelivery
 from metamq.client.producer.partitioner import Partitioner
-from metamq.client.producer.producer_core import ProducerCore
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, WrongType
 from metamq.words import count
 from metamq.zk.names import parse_partition
 
-Key = bytes | str | None
+if TYPE_CHECKING:
+    from metamq.client.producer.producer_core import ProducerCore
 
-TIMESTAMP_US_MIN = 978_307_200_000_000
-"""The start of 2001. Present times in seconds or milliseconds are numbers far below."""
-TIMESTAMP_US_MAX = 253_402_300_799_999_999
-"""The end of the year 9999, the last of a datetime. Present times in nanoseconds are numbers far above."""
+Key = bytes | str | None
 
 
 class ProducerSettings(TypedDict, total=False):
@@ -96,12 +93,19 @@ class ProducerApi(Generic[T]):
         accepted, or none and the call raises as `send`. The buffer's capacity is checked once, and the list may exceed
         it. If the Delivery fails, some of the messages may be stored.
         """
-        if isinstance(values, bytes | str) or not isinstance(values, Iterable):
-            raise wrong_type("`values`", "a list of values", values)
+        plain, packed = self._checked(values, keys)
         if self._has_transactions:
-            sent: ManyDelivery | None = self._send_many_in(topic, values, keys)
+            sent: ManyDelivery | None = self._send_many_in(topic, plain, packed)
             if sent is not None:
                 return sent
+        return self._core.accumulator.send_many(topic, plain, packed)
+
+    def _checked(
+        self, values: Iterable[T], keys: Iterable[Key] | None
+    ) -> tuple[list[bytes], list[bytes | None] | None]:
+        """Returns values and keys as they are stored. Raises WrongType, ConfigError."""
+        if isinstance(values, bytes | str) or not isinstance(values, Iterable):
+            raise wrong_type("`values`", "a list of values", values)
         plain: list[Any] = list(values) if self._encode is None else [self._encode(value) for value in values]
         if set(map(type, plain)) - {bytes}:
             plain = [as_bytes(value, "value") for value in plain]
@@ -111,7 +115,25 @@ class ProducerApi(Generic[T]):
         if packed is not None and len(packed) != len(plain):
             problem = f"send_many() got {count(len(packed), 'key')} for {count(len(plain), 'value')}"
             raise ConfigError(problem, hint="Give one key for each value; None means no key.")
-        return self._core.accumulator.send_many(topic, plain, packed)
+        return plain, packed
+
+    def _message(
+        self,
+        value: T,
+        key: Key,
+        headers: Mapping[str, bytes] | None,
+        partition: str | None,
+        timestamp: datetime | int | None,
+    ) -> AnyMessage:
+        """Returns a message for a transaction. Raises as `send`."""
+        plain: Any = value if self._encode is None else self._encode(value)
+        if key is None and headers is None and partition is None and timestamp is None:
+            return as_bytes(plain, "value")
+        return checked_message(plain, key, headers, partition, timestamp)
+
+    def _messages(self, values: Iterable[T], keys: Iterable[Key] | None) -> list[AnyMessage]:
+        """Returns messages for a transaction. Raises as `send_many`."""
+        return messages_of(*self._checked(values, keys))
 
     def _send_in(
         self,
@@ -125,9 +147,31 @@ class ProducerApi(Generic[T]):
         """Sends with the caller's transaction. Returns None if the caller is in no transaction."""
         return None
 
-    def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None) -> ManyDelivery | None:
-        """Sends many messages with the caller's transaction. Returns None if the caller is in no transaction."""
+    def _send_many_in(self, topic: str, values: list[bytes], keys: list[bytes | None] | None) -> ManyDelivery | None:
+        """Sends checked messages with the caller's transaction. Returns None if the caller is in no transaction."""
         return None
+
+
+def checked_message(
+    value: Any,
+    key: Key,
+    headers: Mapping[str, bytes] | None,
+    partition: str | None,
+    timestamp: datetime | int | None,
+) -> CheckedMessage:
+    """Returns a message as it is stored. Raises WrongType, ConfigError."""
+    if partition is not None:
+        parse_partition(partition)
+    return CheckedMessage(
+        as_bytes(value, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
+    )
+
+
+def messages_of(values: list[bytes], keys: list[bytes | None] | None) -> list[AnyMessage]:
+    """Returns a message for each value. `keys`, if given, has a key or None for each of them."""
+    if keys is None:
+        return [*values]
+    return [v if key is None else CheckedMessage(v, key) for v, key in zip(values, keys, strict=True)]
 
 
 def as_bytes(value: Any, what: str) -> bytes:
@@ -161,37 +205,3 @@ def checked_headers(headers: Mapping[str, bytes] | None) -> dict[str, bytes] | N
         if not isinstance(name, str) or not isinstance(text, bytes):
             raise wrong_type("`headers`", "a mapping of str to bytes", {name: text})
     return dict(headers)
-
-
-def timestamp_us(timestamp: datetime | int | None) -> int | None:
-    """Returns microseconds since 1970. Raises ConfigError for a naive datetime, and for seconds or milliseconds."""
-    if timestamp is None:
-        return None
-    if isinstance(timestamp, int):
-        if timestamp < TIMESTAMP_US_MIN:
-            raise ConfigError(
-                f"`timestamp` {timestamp} would be before 2001: a number is microseconds since 1970",
-                hint="Multiply seconds by 1,000,000, or give an aware datetime, which may be any from 1970 on.",
-            )
-        if timestamp > TIMESTAMP_US_MAX:
-            raise ConfigError(
-                f"`timestamp` {timestamp} would be after the year 9999: a number is microseconds since 1970",
-                hint="Divide nanoseconds by 1,000, or give an aware datetime.",
-            )
-        return timestamp
-    if not isinstance(timestamp, datetime):
-        raise wrong_type("`timestamp`", "an aware datetime or microseconds since 1970", timestamp)
-    if timestamp.tzinfo is None:
-        raise ConfigError(
-            f"`timestamp` {timestamp} has no time zone", hint="Give an aware datetime, as datetime.now(timezone.utc)."
-        )
-    if timestamp < EPOCH:
-        hint = "A message's time is from 1970 to 9999. Put an earlier one into the value, or a header."
-        raise ConfigError(f"`timestamp` {timestamp} is before 1970", hint=hint)
-    return (timestamp - EPOCH) // timedelta(microseconds=1)
-
-
-def requested_time_us(time: datetime) -> int:
-    """Converts like timestamp_us, for a time that a reader starts at: a time before 1970 is before every message."""
-    is_before_all = time.tzinfo is not None and time < EPOCH
-    return 0 if is_before_all else timestamp_us(time) or 0

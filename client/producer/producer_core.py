@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("metamq.client")
 
+FLUSH_TIMEOUT_S = 35.0
+"""Seconds, more than the default of `delivery_timeout_s`: undeliverable messages fail first, with their reason."""
 FAILURES_MAX = 1000
 RESOLVE_RETRY_S = 0.2
 _DOCTOR = "Check that the brokers are up with `metamq doctor`."
@@ -112,10 +114,10 @@ class ProducerCore:
         )
         register_for_forks(self)
 
-    async def open(self, servers: str, root: str, session_timeout_ms: int) -> None:
+    async def open(self, servers: str, root: str) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
         self._thread = threading.get_ident()
-        self._session = await open_client_session(servers, root, session_timeout_ms)
+        self._session = await open_client_session(servers, root)
         self.cluster = ClusterClient(self._session, changed=self._cluster_changed)
         self.sender = Sender(
             self.cluster,

@@ -30,7 +30,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.net.cluster import ClusterClient, Source
-from metamq.client.producer.accumulator import Busy
+from metamq.client.producer.outgoing import Busy
 from metamq.client.producer.partition_queue import PartitionQueue
 from metamq.errors import (
     ClosedError,

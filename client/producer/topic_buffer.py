@@ -8,21 +8,20 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, repeat
 from typing import TYPE_CHECKING
 
-from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch, QuickBatch
+from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch, QuickBatch, size_of
 from metamq.errors import ConfigError, MessageTooLarge, MetamqError, PartitionNotFound
 from metamq.wire.limits import BATCH_COUNT_MAX, MESSAGE_BYTES_MAX
 from metamq.words import count
 from metamq.zk.names import parse_partition
 
 if TYPE_CHECKING:
+    from metamq.client.producer.outgoing import Headers
     from metamq.client.producer.partitioner import Partitioner
     from metamq.zk.cluster.topics import TopicConfig
-
-Headers = Mapping[str, bytes]
 
 HEADERS_OVERHEAD_BYTES = 4
 """The size of a message's entry in the column of headers, with or without headers."""
@@ -87,16 +86,6 @@ class TopicBuffer:
                 hint="It must return an index among them: 0, 1, and so on.",
             )
         return number
-
-
-def size_of(value: bytes, key: bytes | None, headers: Headers | None) -> int:
-    """Returns the bytes that a message counts for."""
-    size = len(value) + MESSAGE_OVERHEAD_BYTES
-    if key is not None:
-        size += len(key)
-    if headers:
-        size += sum(len(name.encode()) + len(text) + 4 for name, text in headers.items())
-    return size
 
 
 def failed_batch(topic: str, error: Exception) -> OutgoingBatch:

@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from metamq.client.admin.admin_brokers import Found, ask_offsets, ask_slaves
-from metamq.client.admin.admin_groups import check_empty
 from metamq.client.background import background
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ConnectError, PartitionNotFound, TopicNotFound
 from metamq.spark_consumers.source.replicas import ReplicaAddress, replicas_of
+from metamq.zk.groups.members import check_empty
 from metamq.zk.groups.ownership import CommittedOffset, reset_offset
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
@@ -148,12 +148,8 @@ class ClusterView:
         """Raises ConfigError if the group has consumers: their offsets are their own."""
         self._run(check_empty(self._cluster.session, group, "a query cannot publish its progress there"))
 
-    def publish(self, group: str, places: Places) -> None:
-        """Sets the group's offsets. Raises ConnectError; ConfigError if the group has members."""
-        self._run(self._publish(group, places))
-
     def publish_soon(self, group: str, places: Places) -> concurrent.futures.Future[None]:
-        """Starts publish() in the background loop."""
+        """Starts to set the group's offsets. The result may be ConnectError; ConfigError if the group has members."""
         return asyncio.run_coroutine_threadsafe(self._publish(group, places), self._loop.loop)
 
     async def _publish(self, group: str, places: Places) -> None:

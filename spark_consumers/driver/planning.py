@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from metamq.errors import MetamqError, TopicNotFound
 from metamq.spark_consumers.driver.resolving import (
     check_direction,
-    ending_offset,
+    chosen_offset,
     question,
     slave_check_for,
-    starting_offset,
 )
 from metamq.spark_consumers.source.fetch import FetchTask
 from metamq.spark_consumers.source.ranges import OffsetRange, split
@@ -51,7 +50,7 @@ def batch_ranges(view: ClusterView, options: SourceOptions) -> list[OffsetRange]
     answers = ask(view, options.ending, wanted, partitions, options.poll_timeout_s, slave_check)
     ranges = []
     for tp, topic_id in partitions.items():
-        end = ending_offset(options.ending, wanted[tp], tp, answers[tp], fail_on_data_loss=options.fail_on_data_loss)
+        end = chosen_offset(options.ending, wanted[tp], tp, answers[tp], fail_on_data_loss=options.fail_on_data_loss)
         start, _epoch = starts[tp]
         check_direction(options.starting, options.ending, wanted[tp], tp, start, end)
         ranges.append(OffsetRange(tp, topic_id, start, max(end, start)))
@@ -70,7 +69,7 @@ def find_starts(
     starts = {}
     for tp in partitions:
         answer = answers[tp]
-        offset = starting_offset(
+        offset = chosen_offset(
             options.starting,
             wanted[tp],
             tp,

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange, PartitionNotFound, TopicNotFound
-from metamq.spark_consumers.driver.admission import admit, is_enough
 from metamq.spark_consumers.driver.stream_offsets import Places, StreamOffset, StreamPlace
 from metamq.wire.commands import OffsetsResult
 
 if TYPE_CHECKING:
     from metamq.client.admin.admin_brokers import Found
     from metamq.zk.partitions import TopicPartition
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +183,22 @@ def _reached(offset: int, begun: StreamPlace, end: StreamPlace, answer: Found | 
 
 def _epochs(answer: Found | None) -> list[tuple[int, int]]:
     return answer.epochs if isinstance(answer, OffsetsResult) else []
+
+
+def admit(begun: Mapping[K, int], ends: Mapping[K, int], most: int | None) -> dict[K, int]:
+    """Returns the end of each partition's share: in proportion to its messages, and at least one message if it has any.
+
+    So a trigger may take more than `most`, by at most one message for each partition.
+    """
+    sizes = {tp: max(ends[tp] - begun[tp], 0) for tp in begun}
+    total = sum(sizes.values())
+    if most is None or total <= most:
+        return {tp: begun[tp] + sizes[tp] for tp in begun}
+    return {tp: begun[tp] + (max(sizes[tp] * most // total, 1) if sizes[tp] else 0) for tp in begun}
+
+
+def is_enough(found: int, least: int | None, waited_s: float, delay_max_s: float) -> bool:
+    """True if `found` messages make a batch: as many as wanted, or any after the longest wait."""
+    if least is None or found >= least:
+        return found > 0
+    return found > 0 and waited_s >= delay_max_s

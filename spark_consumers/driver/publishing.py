@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from metamq.errors import MetamqError
 
@@ -18,19 +19,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.spark")
 
 
-class View(Protocol):
-    """The used part of a ClusterView."""
-
-    def publish_soon(self, group: str, places: Places) -> concurrent.futures.Future[None]:
-        """Begins to set the group's offsets."""
-
-
 class Publisher:
-    """The publisher of one query, for one group."""
+    """The publisher of one query. `publish_soon` starts to set the group's offsets."""
 
-    def __init__(self, view: View, group: str) -> None:
-        self._view = view
-        self._group = group
+    def __init__(self, publish_soon: Callable[[Places], concurrent.futures.Future[None]]) -> None:
+        self._publish_soon = publish_soon
         self._published: dict[TopicPartition, StreamPlace] = {}
         self._under_way: tuple[dict[TopicPartition, StreamPlace], concurrent.futures.Future[None]] | None = None
         self._last_error = ""
@@ -41,7 +34,7 @@ class Publisher:
         if self._under_way is None:
             changed = {tp: place for tp, place in places.items() if self._published.get(tp) != place}
             if changed:
-                self._under_way = changed, self._view.publish_soon(self._group, changed)
+                self._under_way = changed, self._publish_soon(changed)
 
     def finish(self, places: Places, wait_s: float) -> None:
         """Publishes the places, and waits for that."""

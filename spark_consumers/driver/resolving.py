@@ -31,35 +31,29 @@ def slave_check_for(
     return slave_check
 
 
-def starting_offset(
+def chosen_offset(
     boundary: Boundary,
     wanted: int,
     tp: TopicPartition,
     answer: OffsetsResult,
     *,
-    if_none_at_time: Literal["error", "latest"],
+    if_none_at_time: Literal["error", "latest"] = "latest",
     fail_on_data_loss: bool,
 ) -> int:
-    """Returns the offset to begin at. Raises ConfigError, OffsetOutOfRange."""
-    if boundary.is_time:
-        if answer.timestamp_us < 0 and if_none_at_time == "error":
-            raise ConfigError(
-                f"{tp} has no message at or after the time that option {boundary.option!r} gives",
-                hint="Give an earlier time, or startingOffsetsByTimestampStrategy=latest.",
-            )
+    """Returns the offset to begin or to end at. Raises ConfigError, OffsetOutOfRange."""
+    if boundary.is_time and answer.timestamp_us < 0 and if_none_at_time == "error":
+        raise ConfigError(
+            f"{tp} has no message at or after the time that option {boundary.option!r} gives",
+            hint="Give an earlier time, or startingOffsetsByTimestampStrategy=latest.",
+        )
+    if boundary.is_time or wanted in (EARLIEST, LATEST):
         return answer.offset
-    if wanted in (EARLIEST, LATEST):
-        return answer.offset
-    return _explicit(boundary, wanted, tp, answer, fail_on_data_loss)
-
-
-def ending_offset(
-    boundary: Boundary, wanted: int, tp: TopicPartition, answer: OffsetsResult, *, fail_on_data_loss: bool
-) -> int:
-    """Returns the offset to end at. Raises OffsetOutOfRange."""
-    if boundary.is_time or wanted == LATEST:
-        return answer.offset
-    return _explicit(boundary, wanted, tp, answer, fail_on_data_loss)
+    inside = min(max(wanted, answer.start_offset), answer.stable_offset)
+    if inside != wanted and fail_on_data_loss:
+        error = OffsetOutOfRange(str(tp), wanted, answer.start_offset, answer.stable_offset)
+        error.hint = f"Correct option {boundary.option!r}; with failOnDataLoss=false the nearest offset is used."
+        raise error
+    return inside
 
 
 def check_direction(
@@ -71,18 +65,6 @@ def check_direction(
     """
     if end < start and (ending.is_time or wanted != LATEST):
         raise ConfigError(
-            f"{tp} would be read from offset {start} on, by option {starting.option!r}, and up to {end}, by option "
-            f"{ending.option!r}",
+            f"option {starting.option!r} begins {tp} at offset {start}, and option {ending.option!r} ends it at {end}",
             hint="Give a later end, or an earlier start.",
         )
-
-
-def _explicit(
-    boundary: Boundary, wanted: int, tp: TopicPartition, answer: OffsetsResult, fail_on_data_loss: bool
-) -> int:
-    inside = min(max(wanted, answer.start_offset), answer.stable_offset)
-    if inside != wanted and fail_on_data_loss:
-        error = OffsetOutOfRange(str(tp), wanted, answer.start_offset, answer.stable_offset)
-        error.hint = f"Correct option {boundary.option!r}; with failOnDataLoss=false the nearest offset is used."
-        raise error
-    return inside

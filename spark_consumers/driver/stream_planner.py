@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange
+from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange, TopicNotFound
 from metamq.spark_consumers.driver import planning, progress
 from metamq.spark_consumers.driver.cluster_view import ClusterView, Topics
 from metamq.spark_consumers.driver.progress import BatchLimits
@@ -29,9 +31,9 @@ from metamq.spark_consumers.driver.stream_offsets import (
     from_json,
     to_json,
 )
-from metamq.spark_consumers.driver.unanswered import Unanswered
 from metamq.spark_consumers.source.ranges import OffsetRange
 from metamq.wire.commands import LATEST, OffsetsResult
+from metamq.words import count
 from metamq.zk.partitions import TopicPartition, partition_order
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.spark")
 
 PUBLISH_AT_END_S = 10.0
+WARN_AFTER_S = 30.0
 
 
 class StreamPlanner:
@@ -65,7 +68,7 @@ class StreamPlanner:
             view = ClusterView(self._options.zookeeper, self._options.root)
             if self._options.group is not None:
                 view.check_group(self._options.group)
-                self._publisher = Publisher(view, self._options.group)
+                self._publisher = Publisher(partial(view.publish_soon, self._options.group))
             self._view = view
         return self._view
 
@@ -194,3 +197,42 @@ class StreamPlanner:
         if self._view is not None:
             self._view.close()
             self._view = None
+
+
+class Unanswered:
+    """The partitions whose broker does not answer, since when, and the warnings about them.
+
+    `patience_s`: seconds in which a broker may not yet know a new topic.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._since: dict[TopicPartition, float] = {}
+        self._warned: set[TopicPartition] = set()
+
+    def may_pass(self, now_s: float) -> bool:
+        """True if a partition is silent, and no warning about it is due yet."""
+        return any(now_s - since_s < WARN_AFTER_S for since_s in self._since.values())
+
+    def note(self, answers: Mapping[TopicPartition, Found], now_s: float) -> None:
+        """Raises an error that does not pass; warns once about a partition that is silent for too long."""
+        silent: dict[str, list[TopicPartition]] = defaultdict(list)
+        for tp in [tp for tp in self._since if tp not in answers]:
+            del self._since[tp]
+            self._warned.discard(tp)
+        for tp, answer in answers.items():
+            if isinstance(answer, OffsetsResult | OffsetDiverged):
+                self._since.pop(tp, None)
+                self._warned.discard(tp)
+                continue
+            since_s = self._since.setdefault(tp, now_s)
+            if not answer.retriable:
+                may_be_new = isinstance(answer, TopicNotFound) and now_s - since_s <= self._patience_s
+                if not may_be_new:
+                    raise answer
+            if now_s - since_s >= WARN_AFTER_S and tp not in self._warned:
+                self._warned.add(tp)
+                silent[str(answer)].append(tp)
+        for reason, tps in silent.items():
+            what = f"{tps[0]} and {count(len(tps) - 1, 'other partition')}" if len(tps) > 1 else str(tps[0])
+            log.warning("the new messages of %s have been unknown for %d s: %s", what, WARN_AFTER_S, reason)

@@ -96,7 +96,7 @@ class Batcher:
             raise ConfigError(
                 f"the column 'value' is null in {values.null_count:,} rows",
                 hint="A message has a value: leave these rows out, or mark them by a header and coalesce(value, ''). "
-                "Other rows may be stored already; with delivery=exactly_once none of them is seen.",
+                "With delivery=at_least_once, other rows may be stored already.",
             )
         if self._topic is None and (nulls := rows.column("topic").null_count):
             raise ConfigError(

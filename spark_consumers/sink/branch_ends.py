@@ -38,7 +38,7 @@ SILENT_S = 60.0
 class CommitLost(MetamqError):
     """Decided messages may be lost, by a promotion with an accepted loss, or are lost, by an operator."""
 
-    hint = "Compare what is there with the source. Go on with the option failOnDataLoss=false."
+    hint = "Compare the topics with the source. To continue, give the option failOnDataLoss=false."
 
 
 class BranchEnds:

@@ -160,7 +160,7 @@ class Committer:
 
     def _unfinished(self, batch_id: int, error: MetamqError, *, decided: bool) -> MetamqError:
         if decided:
-            problem = f"{self._what(batch_id)} is decided, and will be seen, but is not yet: {error.problem}"
+            problem = f"{self._what(batch_id)} is decided, but readers do not see it yet: {error.problem}"
             hint = "Start the query again: it finishes that first."
             if self._is_job:
                 hint = "Do not write it again: the next exactly-once batch write of any user finishes it."

@@ -127,8 +127,8 @@ class DecisionStore:
         if known.state.identity != identity:
             raise NotOurs(
                 f"the sink {sink!r} belongs to the query {known.state.identity}, and this one is {identity}: was its "
-                "checkpoint deleted? It would write again what it reads again",
-                hint="Go on with the old checkpoint, or give another sinkId.",
+                "checkpoint deleted? It would write its messages a second time",
+                hint="Continue with the old checkpoint, or give another sinkId.",
             )
         return known
 

@@ -34,6 +34,7 @@ JOB = "job-"
 NAME_CHARS_MAX = 36
 RUNS = 16
 """Runs of a query that its sink remembers. An older run is refused because its batches are behind."""
+NEWEST = "Continue with the newest checkpoint. With a new one the query writes its messages a second time."
 
 
 class NotOurs(ConfigError):
@@ -182,15 +183,15 @@ def check_batch(
         raise taken_over(sink, state.runs[-1])
     if batch_id < state.floor:
         raise NotOurs(
-            f"batch {batch_id} of the sink {sink} comes again, though batch {state.floor} is decided: its checkpoint "
-            "is older than the sink, like one from a backup, or another driver has gone on with the query",
-            hint="Go on with the newest checkpoint. With a new one the query writes again what it reads again.",
+            f"batch {batch_id} of the sink {sink} runs again, but batch {state.floor} is decided: the checkpoint is "
+            "older than the sink, for example from a backup, or another driver has continued the query",
+            hint=NEWEST,
         )
     if standing is not None and standing.content and decision.content and standing.content != decision.content:
         raise NotOurs(
-            f"batch {batch_id} of the sink {sink} is decided, and was made from other offsets of its sources than this "
-            "one: its checkpoint is a copy, or from a backup, or another driver has gone on with the query",
-            hint="Go on with the newest checkpoint. With a new one the query writes again what it reads again.",
+            f"batch {batch_id} of the sink {sink} was decided with other offsets of its sources: the checkpoint is a "
+            "copy, or from a backup, or another driver has continued the query",
+            hint=NEWEST,
         )
 
 

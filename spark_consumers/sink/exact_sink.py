@@ -27,13 +27,15 @@ from metamq.spark_consumers.sink.checkpoint import (
 )
 from metamq.spark_consumers.sink.decision_store import SinkOwner
 from metamq.spark_consumers.sink.decisions import BranchName, new_attempt, new_job
-from metamq.spark_consumers.sink.sink import StreamArrowWriter
 from metamq.spark_consumers.sink.sink_client import sink_client
+from metamq.spark_consumers.source.spark_versions import stream_arrow_writer
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from metamq.spark_consumers.sink.sink_options import SinkOptions
+
+StreamArrowWriter: Any = stream_arrow_writer()
 
 QUERY_PROPERTY = "sql.streaming.queryId"
 BATCH_PROPERTY = "streaming.sql.batchId"
@@ -84,7 +86,6 @@ def refuse_half_done(options: SinkOptions, location: str | None) -> None:
 
     Raises ConfigError; ConnectError. If the checkpoint cannot be read, does nothing. A former result is not reused if a
     batch may run again: an exactly-once run of the query may have been between, and this process is kept.
-    batch that comes again: an exactly-once run of the query may have been between, and this process is kept.
     """
     folder = local_folder(location)
     query = known_id(folder)

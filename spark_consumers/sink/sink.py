@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from metamq.client.fetch.columnar import ColumnarBatch
@@ -15,13 +14,13 @@ from metamq.spark_consumers.sink.batching import Batcher, TargetBatch
 from metamq.spark_consumers.sink.checkpoint import is_ending_a_batch, local_folder, newest_finished
 from metamq.spark_consumers.sink.sink_client import sink_client
 from metamq.spark_consumers.sink.sink_options import SinkOptions, check_sink_columns, parse_sink_options
+from metamq.spark_consumers.source.spark_versions import stream_arrow_writer
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-StreamArrowWriter: Any = getattr(datasource, "DataSourceStreamArrowWriter", datasource.DataSourceStreamWriter)
-"""The base class of writers for streaming queries; before Spark 4.1 no query uses them."""
+StreamArrowWriter: Any = stream_arrow_writer()
 
 
 def sink_options(given: dict[str, str], schema: StructType, overwrite: bool, *, streaming: bool) -> SinkOptions:

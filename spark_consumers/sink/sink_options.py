@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from metamq.client.settings import zookeeper_root, zookeeper_servers
-from metamq.errors import ConfigError, MetamqError
+from metamq.errors import ConfigError
 from metamq.spark_consumers.sink.decisions import JOB, NAME_CHARS_MAX
+from metamq.spark_consumers.source.boundaries import checked
 from metamq.spark_consumers.source.options import Texts, check_path
 from metamq.wire.compression import Codec, codec_named
 from metamq.zk.names import check_topic
@@ -78,10 +79,7 @@ def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOpti
 def _topic(texts: Texts) -> str | None:
     topic = texts.get("topic")
     if topic is not None:
-        try:
-            check_topic(topic)
-        except MetamqError as error:
-            raise ConfigError(f"option 'topic': {error.problem}", hint=error.hint) from None
+        checked("topic", check_topic, topic)
     return topic
 
 
@@ -116,10 +114,7 @@ def _fail_on_data_loss(texts: Texts, is_allowed: bool) -> bool:
 
 def _codec(texts: Texts) -> Codec:
     name = texts.choice("compression", ("none", "lz4", "zstd"), "none")
-    try:
-        return codec_named(None if name == "none" else name)
-    except ConfigError as error:
-        raise ConfigError(f"option 'compression': {error.problem}", hint=error.hint) from None
+    return checked("compression", codec_named, None if name == "none" else name)
 
 
 def check_sink_columns(columns: Sequence[tuple[str, str]], topic: str | None) -> None:

@@ -79,8 +79,8 @@ class _NamedWork(GlobalTransaction):
         own = sum(one.xid.gtrid == self.gtrid for one in found)
         if own >= OWN_MAX:
             raise ConfigError(
-                f"broker {broker_id} takes no more branches: {own:,} of its {len(found):,} open branches are of this "
-                "write, one for each task with rows there, until it is committed",
+                f"broker {broker_id} takes no more branches: {own:,} of its {len(found):,} open branches belong "
+                "to this write, which has one for each task with rows there",
                 hint="Write in fewer tasks: coalesce(n) before the write.",
             )
 

@@ -97,19 +97,12 @@ def _constant(value: object) -> Maker:
 
 
 def _keys() -> Maker:
-    no_keys = _constant(None)
-
-    def make(decoded: Columns, header: BatchHeader, kind: pa.DataType) -> pa.Array:
-        return no_keys(decoded, header, kind) if decoded.keys is None else column("key", decoded, header)
-
-    return make
+    no_keys, keys = _constant(None), _plain("key")
+    return lambda decoded, header, kind: (no_keys if decoded.keys is None else keys)(decoded, header, kind)
 
 
 def _plain(name: str) -> Maker:
-    def make(decoded: Columns, header: BatchHeader, _kind: pa.DataType) -> pa.Array:
-        return column(name, decoded, header)
-
-    return make
+    return lambda decoded, header, _kind: column(name, decoded, header)
 
 
 def _headers(decoded: Columns, header: BatchHeader, kind: Any) -> pa.Array:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from metamq.errors import ConfigError, MetamqError
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.words import count
 from metamq.zk.names import check_topic, parse_partition
 from metamq.zk.partitions import TopicPartition, partition_order
+
+T = TypeVar("T")
 
 _EXAMPLE = '{"flights": {"0-0": 23, "0-1": -2}}'
 _MARKS = {"earliest": EARLIEST, "latest": LATEST}
@@ -159,7 +161,7 @@ def _topics_and_partitions(option: str, text: str) -> tuple[dict[str, Any], dict
     found: dict[TopicPartition, int] = {}
     for topic, partitions in document.items():
         if type(partitions) in (str, int):
-            _check(option, check_topic, topic)
+            checked(option, check_topic, topic)
             topics[topic] = partitions
             continue
         if not isinstance(partitions, dict):
@@ -185,13 +187,14 @@ def json_map(option: str, text: str, example: str) -> dict[str, Any]:
 
 def checked_partition(option: str, topic: str, partition: object) -> TopicPartition:
     """Returns the partition if both names are valid. Raises ConfigError that names the option."""
-    _check(option, check_topic, topic)
-    _check(option, parse_partition, partition)  # refuses other types than strings, too
+    checked(option, check_topic, topic)
+    checked(option, parse_partition, partition)  # refuses other types than strings, too
     return TopicPartition(topic, str(partition))
 
 
-def _check(option: str, check: Callable[[Any], object], name: object) -> None:
+def checked(option: str, check: Callable[[Any], T], value: object) -> T:
+    """Returns the result of the check. Its error becomes a ConfigError that names the option."""
     try:
-        check(name)
+        return check(value)
     except MetamqError as error:
         raise ConfigError(f"option {option!r}: {error.problem}", hint=error.hint) from None

@@ -30,10 +30,7 @@ _JSON_TYPES: dict[str, Any] = {
     TYPES["headers"]: {
         "type": "array",
         "containsNull": True,
-        "elementType": {
-            "type": "struct",
-            "fields": [{**field, "nullable": True, "metadata": {}} for field in _HEADER],
-        },
+        "elementType": {"type": "struct", "fields": [{**field, "nullable": True, "metadata": {}} for field in _HEADER]},
     },
 }
 """Types that have other names in a schema's JSON."""

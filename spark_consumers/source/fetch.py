@@ -360,7 +360,7 @@ class Fetching:
             self._lost(lost, self._wanted.end)
 
     def _no_master(self) -> Fenced:
-        reason = "its log ends before the range, and nothing shows that it is the master, which may have more"
+        reason = "its log ends before the range, and another replica may be the master, and have more"
         return Fenced(f"the replica that answers for {self._broker()}", reason)
 
     def _is_at_master(self) -> bool:

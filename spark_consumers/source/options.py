@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from metamq.client.settings import unknown, zookeeper_root, zookeeper_servers
-from metamq.errors import ConfigError, MetamqError
+from metamq.errors import ConfigError
 from metamq.spark_consumers.source.boundaries import (
     Boundary,
     check_order,
+    checked,
     checked_partition,
     json_map,
     offsets_boundary,
@@ -102,12 +103,13 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
     texts.flag("includeHeaders", False)
     _refuse_pushdown(texts)
     strategy = texts.choice("startingOffsetsByTimestampStrategy", ("error", "latest"), "error")
+    default, refused = (LATEST, None) if streaming else (EARLIEST, LATEST)
     options = SourceOptions(
         zookeeper=zookeeper_servers(texts.get("zookeeper")),
         root=zookeeper_root(texts.get("root")),
         subscription=_subscription(texts),
-        starting=_starting(texts, streaming),
-        ending=_ending(texts),
+        starting=_boundary(texts, "starting", default, refused),
+        ending=_boundary(texts, "ending", LATEST, EARLIEST),
         if_no_offset_at_time="latest" if strategy == "latest" else "error",
         min_partitions=texts.whole("minPartitions"),
         max_records_per_partition=texts.whole("maxRecordsPerPartition"),
@@ -129,7 +131,9 @@ def check_path(given: Mapping[str, str], topic_option: str) -> None:
     """Refuses a path given to load(), save() or start(). A table's folder, which Spark makes up, is a URL."""
     path = next((text for name, text in given.items() if name.lower() == "path"), None)
     if path is not None and ":/" not in path:
-        raise ConfigError(f"a topic has no path, and {path!r} is one", hint=f"Name the topic: option {topic_option!r}.")
+        raise ConfigError(
+            f"a topic has no path, but the path {path!r} is given", hint=f"Name the topic: option {topic_option!r}."
+        )
 
 
 def _refuse_pushdown(texts: Texts) -> None:
@@ -137,7 +141,7 @@ def _refuse_pushdown(texts: Texts) -> None:
     share: a second scan of the same data frame or table would lose rows to the filters of the first."""
     if texts.flag("pushdown", False):
         raise ConfigError(
-            "option 'pushdown' is 'true', and Spark mixes up the filters of a data frame's scans: rows are missing",
+            "option 'pushdown' is 'true', but Spark mixes up the filters of a data frame's scans, so rows are missing",
             hint="Remove it: Spark filters the rows. To read less, give startingOffsets, endingOffsets, "
             "startingTimestamp or endingTimestamp, or assign.",
         )
@@ -203,10 +207,6 @@ class Texts:
         """Returns the option's text; None if it was not given."""
         return self._texts.get(name)
 
-    def first_of(self, *names: str) -> tuple[str, str] | None:
-        """Returns (name, text) of the first that was given."""
-        return next(((name, self._texts[name]) for name in names if name in self._texts), None)
-
     def present(self, names: tuple[str, ...]) -> list[str]:
         """Returns those that were given."""
         return [name for name in names if name in self._texts]
@@ -254,10 +254,7 @@ def _subscription(texts: Texts) -> Subscription:
         if not topics:
             raise ConfigError("option 'subscribe' names no topic", hint="Give topics, separated by commas.")
         for topic in topics:
-            try:
-                check_topic(topic)
-            except MetamqError as error:
-                raise ConfigError(f"option 'subscribe': {error.problem}", hint=error.hint) from None
+            checked(name, check_topic, topic)
         return Subscription(topics=topics)
     if name == "subscribePattern":
         if not text.strip():
@@ -276,24 +273,16 @@ def _subscription(texts: Texts) -> Subscription:
     return Subscription(partitions=tuple(dict.fromkeys(partitions)))
 
 
-def _starting(texts: Texts, streaming: bool) -> Boundary:
-    found = texts.first_of("startingTimestamp", "startingOffsetsByTimestamp", "startingOffsets")
-    if found is None:
-        return Boundary("startingOffsets", LATEST if streaming else EARLIEST)
-    name, text = found
-    if name == "startingOffsets":
-        return offsets_boundary(name, text, refused=None if streaming else LATEST)
-    return time_boundary(name, text) if name == "startingTimestamp" else times_boundary(name, text)
-
-
-def _ending(texts: Texts) -> Boundary:
-    found = texts.first_of("endingTimestamp", "endingOffsetsByTimestamp", "endingOffsets")
-    if found is None:
-        return Boundary("endingOffsets", LATEST)
-    name, text = found
-    if name == "endingOffsets":
-        return offsets_boundary(name, text, refused=EARLIEST)
-    return time_boundary(name, text) if name == "endingTimestamp" else times_boundary(name, text)
+def _boundary(texts: Texts, edge: Literal["starting", "ending"], default: int, refused: int | None) -> Boundary:
+    """Returns the start or the end of the query. `refused`: the mark that makes no sense there."""
+    by_time, by_times, by_offsets = f"{edge}Timestamp", f"{edge}OffsetsByTimestamp", f"{edge}Offsets"
+    if (text := texts.get(by_time)) is not None:
+        return time_boundary(by_time, text)
+    if (text := texts.get(by_times)) is not None:
+        return times_boundary(by_times, text)
+    if (text := texts.get(by_offsets)) is not None:
+        return offsets_boundary(by_offsets, text, refused=refused)
+    return Boundary(by_offsets, default)
 
 
 def _min_offsets(texts: Texts) -> int | None:
@@ -307,8 +296,5 @@ def _min_offsets(texts: Texts) -> int | None:
 def _group(texts: Texts) -> str | None:
     name = texts.get("groupId")
     if name is not None:
-        try:
-            check_group(name)
-        except MetamqError as error:
-            raise ConfigError(f"option 'groupId': {error.problem}", hint=error.hint) from None
+        checked("groupId", check_group, name)
     return name

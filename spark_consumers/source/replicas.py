@@ -40,24 +40,19 @@ async def find_replicas(
 
     Opens a session for this: a cluster has many tasks, and they need ZooKeeper only if a broker has moved.
     """
-    session = await open_session(zookeeper, root=root, patient=False)
-    try:
+    async with await open_session(zookeeper, root=root, patient=False) as session:
         master = (await live_brokers(session)).get(broker_id)
         if not with_slaves:
             return replicas_of(master, ())
         offering = await slaves_offering(session, topic)
         slaves = (await live_slaves(session)).get(broker_id, {})
         return replicas_of(master, (slave for number, slave in slaves.items() if (broker_id, number) in offering))
-    finally:
-        await session.close()
 
 
 async def find_topic_id(zookeeper: str, root: str, topic: str) -> str | None:
     """Returns the present id of the topic, None if there is no topic of that name. Raises ConnectError."""
-    session = await open_session(zookeeper, root=root, patient=False)
-    try:
-        return (await TopicStore(session).get(topic)).id
-    except TopicNotFound:
-        return None
-    finally:
-        await session.close()
+    async with await open_session(zookeeper, root=root, patient=False) as session:
+        try:
+            return (await TopicStore(session).get(topic)).id
+        except TopicNotFound:
+            return None

@@ -47,6 +47,13 @@ def check_is_there(what: str, needed: tuple[str, str, str], instead: str) -> Non
         raise ConfigError(problem, hint=instead)
 
 
+def stream_arrow_writer() -> Any:
+    """Returns the base class of writers for streaming queries; before Spark 4.1 no query uses it."""
+    from pyspark.sql import datasource
+
+    return getattr(datasource, "DataSourceStreamArrowWriter", datasource.DataSourceStreamWriter)
+
+
 def file_manager(version: str) -> str:
     """Returns the name in this release of Spark of the class that keeps checkpoints in a file system."""
     release = tuple(int(part) for part in version.split(".")[:2])

@@ -61,19 +61,7 @@ def ha(offline: Metamq, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Metamq:
     return lambda *arguments, **more: offline("ha", *arguments, **more)
 
 
-@pytest.mark.slow
-def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None:
-    running, slave = pair
-    with running.producer() as producer:
-        producer.send("t", b"both").result(60)
-    shown = ha("status", "--broker", 0)
-    assert (shown.status, shown.talk) == (0, "")
-    lines = [line.split() for line in shown.text.splitlines()]
-    with running.admin() as admin:
-        before = admin.replicas()[0].epoch
-    assert lines[0][:3] == ["BROKER", "REPLICA", "ROLE"]
-    assert [line[:3] for line in lines[1:]] == [["0", "0", "master"], ["0", "1", "slave"]]
-
+def check_waits(ha: Metamq) -> None:
     # On a slow machine the slave may leave the set for a moment.
     assert ha("wait", "--in-sync", 2).talk.endswith("2 replicas of broker 0 are in sync.\n")
     why = "broker 0 has 2 of 3 replicas in sync (replica 0, 1)"
@@ -88,6 +76,21 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     late = ha("wait", "--broker", 7, "--limit", "100ms")
     assert "waiting for 2 replicas in sync (broker 7 was never started) took longer than 0.1 s" in late.talk
 
+
+@pytest.mark.slow
+def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None:
+    running, slave = pair
+    with running.producer() as producer:
+        producer.send("t", b"both").result(60)
+    shown = ha("status", "--broker", 0)
+    assert (shown.status, shown.talk) == (0, "")
+    lines = [line.split() for line in shown.text.splitlines()]
+    with running.admin() as admin:
+        before = admin.replicas()[0].epoch
+    assert lines[0][:3] == ["BROKER", "REPLICA", "ROLE"]
+    assert [line[:3] for line in lines[1:]] == [["0", "0", "master"], ["0", "1", "slave"]]
+
+    check_waits(ha)
     refused = ha("promote", "--slave", 7, "--yes")
     assert refused.status == 1
     assert "broker 0 has no slave 7" in refused.talk

@@ -263,7 +263,7 @@ def test_only_files_from_elsewhere_are_accepted(running: Cluster, offline: Metam
         before = fingerprint(folder)
         refused = offline("log", "accept", folder, name, "--yes")
         assert refused.status == 1
-        assert f"{name} needs no accept: {reason}" in refused.talk
+        assert f"{name} does not need `metamq log accept`: {reason}" in refused.talk
         assert fingerprint(folder) == before
         assert offline("log", "verify", folder).status == 0
     record.write_text("".join(line for line in lines.splitlines(keepends=True) if f"{TOPIC}@" not in line))

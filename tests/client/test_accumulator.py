@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.client.producer.accumulator import Accumulator, Busy
-from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, Delivery, OutgoingBatch
+from metamq.client.producer.accumulator import Accumulator
+from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, Busy, Delivery, OutgoingBatch
 from metamq.client.producer.partitioner import Partitioner, by_key_hash, partitioner_named
 from metamq.client.producer.topic_buffer import chunk_bounds
 from metamq.errors import (

@@ -543,7 +543,7 @@ def test_the_lag_of_a_group_is_not_known_while_that_of_a_partition_is_not() -> N
 def test_a_group_with_its_offsets_in_a_database_tells_how_far_it_is(
     running: Cluster, admin: Admin, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metamq.client.consumer.progress.PROGRESS_CHECK_S", 0.05)
+    monkeypatch.setattr("metamq.client.consumer.health.PROGRESS_CHECK_S", 0.05)
     admin.create_topic(topic, partitions=1, brokers=[0])
     fill(running, topic, "0-0", 5)
     offsets = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "offsets.sqlite3", timeout=LIMIT_S))

@@ -458,7 +458,7 @@ def is_seen_and_evicted(shop: Shop, group: str, monkeypatch: pytest.MonkeyPatch)
     """False: its session has ended."""
     # Its session lives, so it keeps its partitions; but its beat tells that nothing gets done.
     monkeypatch.setattr("metamq.client.group.rebalance.BEAT_S", 0.05)
-    monkeypatch.setattr("metamq.client.consumer.progress.PROGRESS_CHECK_S", 0.05)
+    monkeypatch.setattr("metamq.client.consumer.health.PROGRESS_CHECK_S", 0.05)
     topic = shop.topic(2)
     stuck, go_on = threading.Event(), threading.Event()
     ends: list[ClosedError] = []

@@ -15,11 +15,12 @@ from typing import Any
 import psycopg
 import pytest
 
+from metamq.client.background import at_once
 from metamq.client.fetch import commit_in as in_transaction
 from metamq.client.fetch.inbox import PartitionState
 from metamq.client.group.assignment import AssignedPartition
 from metamq.client.group.rebalance import ZKLoadRebalanceListener
-from metamq.client.offsets.dbapi import at_once, database_of
+from metamq.client.offsets.dbapi import database_of
 from metamq.client.offsets.offsets import CommitRequest
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, MetamqError, OwnershipLost

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from metamq.client.net.watched import Watched
+from metamq.client.group.group_plan import Watched
 
 
 class Node:

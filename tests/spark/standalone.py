@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from metamq.spark_consumers.java import java_home
+from metamq.spark_consumers.spark_session import java_home
 from metamq.zk.server.ports import free_port
 from tests.parts import wait_until
 from tests.spark.conftest import small_session

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from metamq.spark_consumers.java import java_home
+from metamq.spark_consumers.spark_session import java_home
 from metamq.testing import Cluster
 from tests.spark.conftest import new_topic, send
 from tests.spark.test_sink import values

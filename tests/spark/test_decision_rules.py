@@ -125,9 +125,9 @@ def test_which_batches_are_refused() -> None:
     for run in ("run-2", ""):  # Spark may not tell which
         assert said(run, 7, None) == said(run, 8, None) == ""
         assert said(run, 7, theirs) == "", "it is run again after a restart"
-        assert "batch 6 of the sink s comes again, though batch 7 is decided" in said(run, 6, None)
-        assert "batch 6 of the sink s comes again" in said(run, 6, theirs)
-        assert "made from other offsets" in said(run, 7, Decision(theirs.winners, "other content"))
+        assert "batch 6 of the sink s runs again, but batch 7 is decided" in said(run, 6, None)
+        assert "batch 6 of the sink s runs again" in said(run, 6, theirs)
+        assert "decided with other offsets" in said(run, 7, Decision(theirs.winners, "other content"))
         assert said(run, 7, Decision(theirs.winners, "")) == "", "it cannot be compared"
     assert "taken over by the run run-2" in said("run-1", 8, None)
     assert said("run-1", 7, Decision(ours.winners, "content")) == "", "its own decision, whose answer was lost"

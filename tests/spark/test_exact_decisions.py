@@ -130,7 +130,7 @@ def test_a_checkpoint_from_a_backup_is_an_error(two: Cluster, topic: str, sink: 
     for batch_id in range(3):
         driver.commit(batch_id, driver.write(batch_id, [f"{batch_id}"]), content=f"to {batch_id}")
     restored = Driver(two, topic, sink)
-    for batch_id, made_from, said in ((1, "to 1", "batch 1 .* comes again"), (2, "to 4", "made from other offsets")):
+    for batch_id, made_from, said in ((1, "to 1", "batch 1 .* runs again"), (2, "to 4", "decided with other offsets")):
         attempts = restored.write(batch_id, ["new"])
         with pytest.raises(NotOurs, match=said):
             restored.commit(batch_id, attempts, content=made_from)
@@ -259,7 +259,7 @@ def test_a_decision_whose_broker_stays_away_is_not_told_as_a_failure(
     two.brokers[1].kill()
     try:
         for call in (driver.commit, driver.abort):
-            with pytest.raises(CommitUnfinished, match="is decided, and will be seen, but is not yet") as raised:
+            with pytest.raises(CommitUnfinished, match="is decided, but readers do not see it yet") as raised:
                 call(0, attempts)
             assert driver.sink in str(raised.value)
     finally:
@@ -287,7 +287,7 @@ def test_a_broker_that_stays_away_holds_a_commit_up_once_however_many_branches_i
     two.brokers[1].kill()
     try:
         began_s = time.monotonic()
-        with pytest.raises(CommitUnfinished, match="is decided, and will be seen, but is not yet"):
+        with pytest.raises(CommitUnfinished, match="is decided, but readers do not see it yet"):
             driver.commit(0, attempts)
         took_s = time.monotonic() - began_s
         assert not [one for one in left_open(two, sink) if one.broker_id == 0], "the other broker's"

@@ -108,7 +108,7 @@ def test_whose_a_batch_is_by_its_checkpoint(spark: Any, running: Cluster, topic:
     run("in-flight", f"renamed-{to}")
     assert values(running, to) == Counter(numbers(0, 20)), "another sinkId is no other sink"
     send(running, topic, numbers(20, 30))
-    for checkpoint, said in (("second", "was its checkpoint deleted"), ("backup", "made from other offsets")):
+    for checkpoint, said in (("second", "was its checkpoint deleted"), ("backup", "decided with other offsets")):
         with pytest.raises(Exception, match=said):
             run(checkpoint, f"into-{to}")
         assert values(running, to) == Counter(numbers(0, 20))

@@ -97,7 +97,7 @@ def test_a_count_and_then_a_filter_that_rules_out_nothing(spark: Any, running: C
 
 def test_two_scans_of_one_table(spark: Any, running: Cluster, fifty_each: str) -> None:
     options = f"zookeeper '{running.zookeeper}', subscribe '{fifty_each}'"
-    with pytest.raises(Exception, match="option 'pushdown' is 'true', and Spark mixes up the filters"):
+    with pytest.raises(Exception, match="option 'pushdown' is 'true', but Spark mixes up the filters"):
         spark.sql(f"CREATE TABLE filtered USING metamq OPTIONS ({options}, pushdown 'true')")
     spark.sql(f"CREATE TABLE filtered USING metamq OPTIONS ({options})")
     try:

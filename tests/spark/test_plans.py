@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metamq.errors import ConfigError, OffsetOutOfRange
-from metamq.spark_consumers.driver.resolving import check_direction, ending_offset, question, starting_offset
+from metamq.spark_consumers.driver.resolving import check_direction, chosen_offset, question
 from metamq.spark_consumers.source.boundaries import Boundary
 from metamq.spark_consumers.source.columns import check_columns, full_schema
 from metamq.spark_consumers.source.options import SourceOptions, Subscription, check_options, parse_options
@@ -158,10 +158,14 @@ def test_a_time_that_is_likely_in_seconds_is_doubted(given: dict[str, str], is_d
         (
             {"pushdown": "true"},
             False,
-            "'pushdown' is 'true', and Spark mixes up .* give startingOffsets, endingOffsets",
+            "'pushdown' is 'true', but Spark mixes up .* give startingOffsets, endingOffsets",
         ),
         ({"includeHeaders": "some"}, False, "'includeHeaders' is 'some'"),
-        ({"path": "flights"}, False, "a topic has no path, and 'flights' is one. Name the topic: option 'subscribe'"),
+        (
+            {"path": "flights"},
+            False,
+            "a topic has no path, but the path 'flights' is given. Name the topic: option 'subscribe'",
+        ),
         ({"fetchOffset.numRetries": "3"}, True, "is Kafka's. Brokers are asked again until `pollTimeoutMs`"),
         ({"fetchOffset.retryIntervalMs": "10"}, True, "is Kafka's. Brokers are asked again until `pollTimeoutMs`"),
         ({"kafkaConsumer.pollTimeoutMs": "10"}, False, "is Kafka's. Give `pollTimeoutMs`"),
@@ -238,13 +242,15 @@ def test_a_query_that_would_begin_behind_its_end_is_refused(
     if not is_refused:
         check_direction(starting, ending, wanted, A0, 10, end)
         return
-    with pytest.raises(ConfigError, match=f"a/0-0 .* offset 10 on, .*'startingOffsets', .* 9, .*'{ending.option}'"):
+    with pytest.raises(
+        ConfigError, match=f"'startingOffsets' begins a/0-0 at offset 10, .*'{ending.option}' ends it at 9"
+    ):
         check_direction(starting, ending, wanted, A0, 10, end)
 
 
 def started(boundary: Boundary, wanted: int, found: OffsetsResult, **how: Any) -> int:
     defaults = {"if_none_at_time": "error", "fail_on_data_loss": True}
-    return starting_offset(boundary, wanted, A0, found, **{**defaults, **how})
+    return chosen_offset(boundary, wanted, A0, found, **{**defaults, **how})
 
 
 def test_offsets_are_looked_up_and_checked() -> None:
@@ -261,7 +267,7 @@ def test_offsets_are_looked_up_and_checked() -> None:
     with pytest.raises(ConfigError, match="a/0-0 has no message at or after the time"):
         started(times, 5, answer(20))
     assert started(times, 5, answer(20), if_none_at_time="latest") == 20
-    assert ending_offset(Boundary("endingTimestamp", 5, is_time=True), 5, A0, answer(20), fail_on_data_loss=True) == 20
+    assert chosen_offset(Boundary("endingTimestamp", 5, is_time=True), 5, A0, answer(20), fail_on_data_loss=True) == 20
 
 
 def covered(ranges: list[OffsetRange]) -> dict[TopicPartition, list[int]]:

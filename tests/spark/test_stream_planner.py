@@ -208,7 +208,7 @@ def test_nothing_new_is_said_once_each_broker_has_said_it(two_brokers: Cluster, 
 def test_a_broker_that_was_warned_of_is_not_waited_for(
     two_brokers: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metamq.spark_consumers.driver.unanswered.WARN_AFTER_S", 0.5)
+    monkeypatch.setattr("metamq.spark_consumers.driver.stream_planner.WARN_AFTER_S", 0.5)
     query = Query(two_brokers)
     assert query.batch()
     two_brokers.brokers[1].kill()
@@ -254,7 +254,7 @@ def test_the_first_trigger_waits_for_no_further_messages(two_brokers: Cluster) -
     [
         (
             {"startingOffsets": '{"t": {"0-0": 50, "1-0": 0}}', "endingTimestamp": "978307200000"},
-            "t/0-0 would be read from",
+            "begins t/0-0 at offset 50",
         ),
         ({"startingOffsets": '{"t": {"0-0": 0, "1-0": 0}}', "endingTimestamp": "978307200000"}, None),
         ({"startingOffsets": '{"t": "earliest"}', "endingOffsetsByTimestamp": '{"t": 9223372036854775807}'}, None),

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from metamq.client.admin.admin_brokers import Found
 from metamq.errors import ConnectError, CorruptData, MetamqError, OffsetDiverged, TopicNotFound
-from metamq.spark_consumers.driver.admission import admit, is_enough
-from metamq.spark_consumers.driver.progress import BatchLimits, QueryStep, begin, lost_partitions, reachable, step
+from metamq.spark_consumers.driver.progress import (
+    BatchLimits,
+    QueryStep,
+    admit,
+    begin,
+    is_enough,
+    lost_partitions,
+    reachable,
+    step,
+)
 from metamq.spark_consumers.driver.publishing import Publisher
 from metamq.spark_consumers.driver.stream_offsets import (
     START,
@@ -24,7 +32,7 @@ from metamq.spark_consumers.driver.stream_offsets import (
     from_json,
     to_json,
 )
-from metamq.spark_consumers.driver.unanswered import WARN_AFTER_S, Unanswered
+from metamq.spark_consumers.driver.stream_planner import WARN_AFTER_S, Unanswered
 from metamq.wire.commands import OffsetsResult
 from metamq.zk.partitions import TopicPartition
 
@@ -261,7 +269,7 @@ class Slow:
         self.published: list[Places] = []
         self.under_way: list[Future[None]] = []
 
-    def publish_soon(self, _group: str, places: Places) -> Future[None]:
+    def publish_soon(self, places: Places) -> Future[None]:
         self.published.append(places)
         self.under_way.append(Future())
         return self.under_way[-1]
@@ -269,7 +277,7 @@ class Slow:
 
 def test_only_what_changed_is_published_and_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
     view = Slow()
-    publisher = Publisher(view, "g")
+    publisher = Publisher(view.publish_soon)
     publisher.offer({A0: place(1), A1: place(1)})
     publisher.offer({A0: place(2), A1: place(1)})
     assert view.published == [{A0: place(1), A1: place(1)}]
@@ -290,7 +298,7 @@ def test_only_what_changed_is_published_and_one_after_the_other(caplog: pytest.L
 def test_publishing_may_fail_by_anything(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing depends on it: neither does the query end, nor is that taken for an attempt that is under way still."""
     view = Slow()
-    publisher = Publisher(view, "g")
+    publisher = Publisher(view.publish_soon)
     publisher.offer({A0: place(1)})
     view.under_way[-1].set_exception(error)
     publisher.offer({A0: place(1)})

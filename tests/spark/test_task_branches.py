@@ -156,7 +156,7 @@ def test_a_write_that_needs_more_branches_than_a_broker_takes_is_told_what_to_do
         finally:
             timer.join()
         monkeypatch.setattr("metamq.spark_consumers.sink.task_branches.OWN_MAX", 2)
-        with pytest.raises(ConfigError, match=r"2 of its 2 .* are of this write.*coalesce\(n\)"):
+        with pytest.raises(ConfigError, match=r"2 of its 2 .* belong to this write.*coalesce\(n\)"):
             client.background.run(attempt(client, ["z"]).prepare())
         for one in (late, others[1]):
             client.background.run(one.give_up())

@@ -12,8 +12,7 @@ from pyspark.sql import datasource
 from pyspark.sql.types import StructType
 
 from metamq.errors import ConfigError
-from metamq.spark_consumers.data_source import DefaultSource
-from metamq.spark_consumers.driver.refused_reader import RefusedReader
+from metamq.spark_consumers.data_source import DefaultSource, RefusedReader
 from metamq.spark_consumers.source.spark_versions import file_manager
 from metamq.testing import Cluster
 from tests.spark import faces

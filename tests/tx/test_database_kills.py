@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.tx.database.recoverer import SESSION_TIMEOUT_MS
+from metamq.client.net.first_contact import SESSION_TIMEOUT_MS
 from tests.parts import wait_until
 from tests.tx.kill_loop import EVERY_S, GRACE_S, TIMEOUT_S, WEIGHTS, KillLoop
 from tests.tx.shop import Program, Shop, open_shop

@@ -15,7 +15,8 @@ import psycopg
 import pytest
 
 from metamq import Producer
-from metamq.client.offsets.dbapi import at_once, database_of
+from metamq.client.background import at_once
+from metamq.client.offsets.dbapi import database_of
 from metamq.errors import BranchMisuse, ClosedError, ConfigError, MessageTooLarge, MetamqError, TopicNotFound, WrongType
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
@@ -180,7 +181,7 @@ def test_many_at_once(running: Cluster, topic: str, producer: Producer[bytes], d
     with dbtx(database, producer) as tx:
         tx.send_many(topic, values[:20_000])
         tx.send_many(topic, values[20_000:], keys=["a", b"b"] * 5000)
-        with pytest.raises(ConfigError, match="1 keys for 2 values"):
+        with pytest.raises(ConfigError, match="got 1 key for 2 values"):
             tx.send_many(topic, [b"1", b"2"], keys=["a"])
         with pytest.raises(TopicNotFound):
             tx.send_many("nowhere", [b"1"])

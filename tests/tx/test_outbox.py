@@ -231,7 +231,7 @@ def test_what_is_rolled_back_meanwhile_is_not_prepared_in_part(running: Cluster)
             with pytest.raises(BranchMisuse, match="rolled back meanwhile"):
                 await producer.tpc_prepare()
             await rolling_back
-            producer._leave_all()
+            producer._leave(one)
             with pytest.raises(BranchNotKnown):
                 await producer.tpc_commit(xid)
 
@@ -273,7 +273,7 @@ def test_a_prepare_that_was_cancelled_loses_nothing_in_silence(running: Cluster,
             await producer.tpc_begin(producer.xid(1, topic))
             producer.send(topic, b"one")
             async with hold_up(producer._core, topic):
-                preparing = producer._transactions.prepare(producer._to_prepare())
+                preparing = producer._to_prepare()
                 task = asyncio.create_task(preparing)
                 one = producer._transactions.of(asyncio.current_task())
                 assert one is not None
@@ -307,7 +307,7 @@ def test_a_prepare_that_was_cancelled_in_the_middle_of_a_batch_loses_nothing_in_
                 producer.send("halfway", b"%04d" % number + bytes(96))
             running.broker.freeze()  # it does not answer to SEND
             try:
-                task = asyncio.create_task(producer._transactions.prepare(producer._to_prepare()))
+                task = asyncio.create_task(producer._to_prepare())
                 while not one.work.branches:  # noqa: ASYNC110
                     await asyncio.sleep(0)
                 task.cancel()

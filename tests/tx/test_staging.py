@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from metamq.client.producer.outgoing import AnyMessage, CheckedMessage
 from metamq.client.producer.partitioner import by_key_hash
 from metamq.errors import MessageTooLarge
-from metamq.tx.app.staging import AnyMessage, Routes, StagedMessage, Staging
+from metamq.tx.app.staging import Routes, Staging
 from metamq.wire.batch import HEADER_BYTES, read_header
 from metamq.wire.columns import decode
 from metamq.wire.compression import Codec
@@ -39,7 +40,7 @@ def any_messages(chance: random.Random) -> list[AnyMessage]:
     made: list[AnyMessage] = []
     for _ in range(chance.choice([1, 2, 10, 60])):
         value, key = chance.randbytes(chance.randrange(100)), chance.choice(keys)
-        made.append(value if key is None and chance.random() < 0.9 else StagedMessage(value, key))
+        made.append(value if key is None and chance.random() < 0.9 else CheckedMessage(value, key))
     return made
 
 
@@ -82,7 +83,7 @@ def test_another_configuration_is_another_route() -> None:
     staged = staging(batch_bytes=10_000, only={3})
     staged.add(TOPIC, b"1")
     altered = TopicConfig("orders", {3: 2}, id=TOPIC.id)
-    staged.add(altered, StagedMessage(b"2", partition="3-1"))
+    staged.add(altered, CheckedMessage(b"2", partition="3-1"))
     assert taken_out(staged) == {(3, 0): [b"1"], (3, 1): [b"2"]}
 
 
@@ -92,7 +93,7 @@ def test_open_batches_are_bounded_by_their_number() -> None:
     staged = staging(batch_bytes=10_000)
     sent = []
     for index in range(3 * ENTRIES_TARGET - 1):
-        staged.add_many(wide, [StagedMessage(b"1", partition=f"0-{index}")], 0)
+        staged.add_many(wide, [CheckedMessage(b"1", partition=f"0-{index}")], 0)
         if staged.full_at:
             sent.append(len(staged.full(0)))
     assert [*sent, len(staged.rest(0))] == [ENTRIES_TARGET, ENTRIES_TARGET, ENTRIES_TARGET - 1]

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metamq.client.fetch.message_batch import MessageBatch
-from metamq.client.model import Message, TopicPartition
+from metamq.client.model import Message
 from metamq.errors import CorruptData
 from metamq.wire import batch as layout
 from metamq.wire.batch import make_batch_id, read_header, seal, stamp
 from metamq.wire.columns import encode
 from metamq.wire.compression import Codec
+from metamq.zk.partitions import TopicPartition
 
 TP = TopicPartition("flights", "0-3")
 BASE_OFFSET = 1000

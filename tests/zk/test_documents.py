@@ -106,15 +106,15 @@ READS_FILES = {
     "broker/data/folder_report.py",
     "broker/data/restore.py",
     "broker/data/topic_settings.py",
+    "cli/commands/up_replicas.py",
     "cli/demo/spark.py",
     "cli/demo/worker.py",
     "cli/log_reader.py",
-    "cli/processes.py",
     "client/offsets/offsets_file.py",
-    "spark_consumers/source/boundaries.py",
+    "spark_consumers/data_source.py",
     "spark_consumers/driver/lag.py",
     "spark_consumers/sink/checkpoint.py",
-    "spark_consumers/table_options.py",
+    "spark_consumers/source/boundaries.py",
     "zk/cluster/cluster_nodes.py",
 }
 """Modules that read JSON of files, of Spark, or of a child's output. An export of a cluster is such a file."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
@@ -103,7 +102,5 @@ class XAResource:
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()

@@ -57,23 +57,20 @@ class LocalWork(GlobalTransaction):
     async def commit_at_once(self) -> None:
         """Commits without prepare(). Raises RolledBack, OutcomeUnknown, ConnectError, and so on. After an error other
         than OutcomeUnknown nothing is committed, and the caller must call rollback()."""
+        brokers = self.reached
         try:
-            await self._commit_at_once()
+            if len(brokers) > 1:
+                await self._commit_at_several(brokers)
+            elif brokers:
+                if self._is_chosen and not self.branches:
+                    await self._ask(brokers[0], [])
+                await self.commit_one_phase()
         except BranchNotKnown as error:  # its broker was restarted, or another one is the master
             raise RolledBack(self.xid, XACode.RBTRANSIENT, error.reason) from error
 
     async def rollback(self) -> list[MetamqError]:
         """See GlobalTransaction.rollback(). Does nothing while the decision is in doubt: the brokers find it out."""
         return [] if self.in_doubt else await super().rollback()
-
-    async def _commit_at_once(self) -> None:
-        brokers = self.reached
-        if len(brokers) > 1:
-            await self._commit_at_several(brokers)
-        elif brokers:
-            if self._is_chosen and not self.branches:
-                await self._ask(brokers[0], [])
-            await self.commit_one_phase()
 
     async def _commit_at_several(self, brokers: list[int]) -> None:
         begun = [broker_id for broker_id in brokers if broker_id in self.branches]

@@ -17,12 +17,12 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metamq.client.model import Receipt, ReceiptRange
-from metamq.client.producer.outgoing import Delivery, DeliveryOwner, ManyDelivery, OutgoingBatch
+from metamq.client.producer.outgoing import Delivery, DeliveryOwner, ManyDelivery, OutgoingBatch, size_of_all
 from metamq.errors import BranchMisuse, BufferFull, ConfigError, MetamqError, RolledBack
-from metamq.tx.app.staging import AnyMessage, size_of_all
 from metamq.wire.xa import XACode
 
 if TYPE_CHECKING:
+    from metamq.client.producer.outgoing import AnyMessage
     from metamq.client.producer.producer_core import ProducerOptions
     from metamq.tx.app.work import GlobalTransaction
 

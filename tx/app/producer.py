@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
-from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.producer import producer
+from metamq.client.producer.producer_core import FLUSH_TIMEOUT_S
 from metamq.client.typevars import T
-from metamq.errors import ForkedError
-from metamq.tx.app.transactional import EnterOnce, TransactionalProducer
-from metamq.tx.app.transactions import OpenTransaction, RecoveredXid, misuse, warn_of_unreached
-from metamq.wire.xa import Verb, Xid
+from metamq.errors import ClosedError, ForkedError
+from metamq.tx.app.transactional import TransactionalProducer, TransactionBlock
 
 if TYPE_CHECKING:
-    from metamq.client.producer.outgoing import Delivery, ManyDelivery
-    from metamq.client.producer.producer_api import Key
-
-log = logging.getLogger("metamq.tx")
+    from metamq.tx.app.transactions import OpenTransaction, RecoveredXid
+    from metamq.wire.xa import Xid
 
 
 class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
@@ -28,34 +23,6 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
 
     def _owner(self) -> threading.Thread:
         return threading.current_thread()
-
-    def _send_in(
-        self,
-        topic: str,
-        value: T,
-        key: Key,
-        headers: Mapping[str, bytes] | None,
-        partition: str | None,
-        timestamp: datetime | int | None,
-    ) -> Delivery | None:
-        self._check_outside_blocks()
-        one = self._transactions.of(self._owner())
-        if one is None:
-            return None
-        self._check_usable()
-        message = self._message(value, key, headers, partition, timestamp)
-        self._wait_for_capacity(one)
-        return one.outbox.add(topic, message)
-
-    def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None) -> ManyDelivery | None:
-        self._check_outside_blocks()
-        one = self._transactions.of(self._owner())
-        if one is None:
-            return None
-        self._check_usable()
-        messages = self._messages(values, keys)
-        self._wait_for_capacity(one)
-        return one.outbox.add_many(topic, messages)
 
     def _wait_for_capacity(self, one: OpenTransaction) -> None:
         if one.outbox.is_full and self._core.wait_s != 0:
@@ -79,10 +46,10 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
         """
         return _Block(self, timeout_s)
 
-    def _roll_back(self, one: OpenTransaction) -> None:
-        if isinstance(self._core.accumulator.closed_by, ForkedError):  # a child that leaves its parent's block
-            return
-        warn_of_unreached(one, self._background.run(self._transactions.rollback(one)))
+    @property
+    def _is_forked(self) -> bool:
+        """True in a fork's child, which may leave its parent's block or close its parent's producer."""
+        return isinstance(self._core.accumulator.closed_by, ForkedError)
 
     # -- PEP 249 ------------------------------------------------------------------------------------------------------
 
@@ -100,7 +67,7 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
         Raises BranchMisuse outside of a transaction, and the second time; RolledBack and so on if it cannot be
         prepared. After an error or an interrupt only tpc_rollback() is allowed.
         """
-        return self._background.run(self._transactions.prepare(self._to_prepare()))
+        return self._background.run(self._to_prepare())
 
     def tpc_commit(self, xid: Xid | str | None = None) -> None:
         """Commits the transaction; without tpc_prepare() before, in one phase. `xid`: an id from tpc_recover().
@@ -108,14 +75,7 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
         Raises BranchMisuse without an id outside of a transaction, and with an id inside; BranchNotKnown if no broker
         knows the id. OutcomeUnknown, ConnectError: call it again. After an error in one phase the transaction is over.
         """
-        if xid is not None:
-            self._background.run(self._transactions.finish(self._outside("tpc_commit()", xid), Verb.COMMIT))
-            return
-        one = self._inside("tpc_commit()")
-        if one.prepared is None:
-            self._leave(one)
-        self._background.run(self._transactions.commit(one))
-        self._leave(one)
+        self._background.run(self._to_commit(xid))
 
     def tpc_rollback(self, xid: Xid | str | None = None) -> None:
         """Rolls the transaction back; `xid`: an id from tpc_recover(). Raises as tpc_commit().
@@ -123,61 +83,40 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
         If a broker does not answer after a tpc_prepare(), this raises: call it again, since that broker may have
         prepared it. Without a tpc_prepare() it logs a warning: the broker rolls it back after its time-out.
         """
-        if xid is not None:
-            self._background.run(self._transactions.finish(self._outside("tpc_rollback()", xid), Verb.ROLLBACK))
-            return
-        one = self._inside("tpc_rollback()")
-        self._background.run(self._transactions.tpc_rollback(one))
-        self._leave(one)
+        self._background.run(self._to_roll_back(xid))
 
     def tpc_recover(self) -> list[RecoveredXid]:
         """Returns the transactions that are prepared at the brokers, for tpc_commit(xid) and tpc_rollback(xid).
 
         Returns those of all clients, or raises ConnectError. Raises BranchMisuse in a transaction.
         """
-        self._check_usable()
-        if self._transactions.of(self._owner()) is not None:
-            raise misuse("(any)", "tpc_recover() is not allowed in a transaction: end it first")
-        return self._background.run(self._transactions.recover())
+        return self._background.run(self._to_recover())
 
-    def close(self, timeout: float | None = producer.FLUSH_TIMEOUT_S) -> None:
+    def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Flushes and closes; further calls do nothing. Open transactions are rolled back, prepared ones stay.
 
         Raises as `flush` does.
         """
-        if not self._closed and "_known_transactions" in self.__dict__:
-            for one in self._leave_all():
-                try:
-                    if self._ends_with_the_producer(one):
-                        self._roll_back(one)
-                except Exception as error:  # the other transactions must be closed, too
-                    log.warning("transaction %s is rolled back by its brokers after its time: %s", one.xid, error)
+        if not self._closed and "_known_transactions" in self.__dict__ and not self._is_forked:
+            with contextlib.suppress(ClosedError):  # another thread has closed the producer meanwhile
+                self._background.run(self._end_all())
         super().close(timeout)
 
 
-class _Block(EnterOnce):
-    """The result of transaction()."""
-
+class _Block(TransactionBlock):
     _way = "with"
-
-    def __init__(self, producer: Producer[Any], timeout_s: float) -> None:
-        self._producer = producer
-        self._timeout_s = timeout_s
+    _producer: Producer[Any]
 
     def __enter__(self) -> Xid:
-        producer = self._producer
-        xid = self._entering(producer._new_xid())
-        producer._check_usable()
-        self._one = producer._begin(xid, self._timeout_s, is_tpc=False)
-        return xid
+        return self._enter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         producer, one = self._producer, self._one
         producer._leave(one)
-        if error is not None:
-            producer._roll_back(one)
-            return
-        producer._check_usable()
-        producer._background.run(producer._transactions.commit(one))
+        if error is None:
+            producer._check_usable()
+            producer._background.run(producer._transactions.commit(one))
+        elif not producer._is_forked:
+            producer._background.run(producer._roll_back_now(one))

@@ -13,30 +13,23 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from metamq.client.checks import check_ranges, is_number, wrong_type
-from metamq.client.forks import register_for_forks
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, Encoded, TxClient, new_session
-from metamq.client.net.cluster import ClusterClient
-from metamq.client.net.first_contact import open_client_session
+from metamq.client.net.first_contact import OwnCluster
 from metamq.client.producer.partitioner import Partitioner, partitioner_named
-from metamq.client.producer.producer_api import as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.producer.producer_api import checked_message
 from metamq.errors import (
     BranchMisuse,
     BranchNotKnown,
-    ClosedError,
     ConfigError,
-    ForkedError,
-    MetamqError,
     OutcomeUnknown,
     RolledBack,
-    closed_client,
 )
-from metamq.tx.app.staging import Routes, StagedMessage, Staging
+from metamq.tx.app.staging import Routes, Staging
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.wire.xa import Verb, XACode, Xid
 from metamq.zk.cluster.brokers import known_cluster_id
 
-SESSION_TIMEOUT_MS = 10_000
 TIMEOUT_MAX_S = 24 * 3600
 
 
@@ -101,12 +94,13 @@ class _WorkBranch:
         """The last START, END or similar verb if it got no answer: a repeated call may find that it was done."""
 
 
-class XACore:
+class XACore(OwnCluster):
     """Belongs to the loop that opens it. See metamq.tx.XAResource for its methods and their errors."""
 
     def __init__(self, broker_id: int, options: XAOptions) -> None:
         if type(broker_id) is not int or broker_id < 0:
             raise ConfigError(f"`broker` is {broker_id!r}", hint="It is a broker's id: `metamq ha status` lists them.")
+        super().__init__("XAResource", "Use `async with`.")
         self.broker_id = broker_id
         self._options = options
         self._routes = Routes(
@@ -117,9 +111,6 @@ class XACore:
             {broker_id},
         )
         self._session_name = new_session()
-        self._cluster: ClusterClient | None = None
-        self._closed_by: MetamqError = ClosedError("XAResource", "it was never opened", hint="Use `async with`.")
-        self.is_forked = False
         self._place = ""
         """Identifies the cluster."""
         self._timeout_s = 0.0
@@ -129,37 +120,21 @@ class XACore:
 
     async def open(self, servers: str, root: str) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
-        session = await open_client_session(servers, root, SESSION_TIMEOUT_MS)
+        await super().open(servers, root)
+        self._client = TxClient(self.cluster)
         try:
-            self._place = await known_cluster_id(session) or f"{servers}{root}"
+            self._place = await known_cluster_id(self.cluster.session) or f"{servers}{root}"
         except BaseException:
-            await session.close()
+            await self.close()
             raise
-        self._cluster = ClusterClient(session)
-        self._client = TxClient(self._cluster)
-        register_for_forks(self)
-
-    def forked(self) -> None:
-        """Makes the resource unusable in a fork's child."""
-        self.is_forked = True
-        self._cluster = None
-        self._closed_by = ForkedError("XAResource")
 
     def is_same_rm(self, other: XACore) -> bool:
         """True if both reach the same broker id of the same cluster."""
         return self.broker_id == other.broker_id and self._place == other._place
 
-    async def close(self) -> None:
-        """Disconnects; may be repeated. The broker rolls back what is not prepared some seconds later."""
-        cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            self._closed_by = closed_client("XAResource")
-            await cluster.close()
-            await cluster.session.close()
-
     def _open_client(self) -> TxClient:
-        if self._cluster is None:
-            raise self._closed_by.with_traceback(None)
+        if self.closed_by is not None:
+            raise self.closed_by.with_traceback(None)
         return self._client
 
     async def _ask(self, branch: Branch, *verbs: Verb, **fields: float) -> XACode:
@@ -213,14 +188,11 @@ class XACore:
         timestamp: datetime | int | None,
     ) -> None:
         client = self._open_client()
-        message = StagedMessage(
-            as_bytes(value, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
-        )
+        message = checked_message(value, key, headers, partition, timestamp)
         work = self._current
         if work is None:
             raise BranchMisuse("(none)", XACode.PROTO, "the resource works in no branch", hint="start() one.")
-        assert self._cluster is not None
-        work.staging.add(await self._cluster.topic(topic), message)
+        work.staging.add(await self.cluster.topic(topic), message)
         full = work.staging.full(self.broker_id)
         if full:
             work.unsent.append(full)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.net.branches import Encoded
-from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch
-from metamq.client.producer.topic_buffer import TopicBuffer, add_message, size_of, too_large
+from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, CheckedMessage, OutgoingBatch, size_of
+from metamq.client.producer.topic_buffer import TopicBuffer, add_message, too_large
 from metamq.errors import ConfigError
 from metamq.wire.columns import encode
 from metamq.wire.commands import PutEntry
@@ -17,6 +17,7 @@ from metamq.wire.limits import BATCH_COUNT_MAX, ENTRIES_TARGET
 from metamq.zk.names import partition_name
 
 if TYPE_CHECKING:
+    from metamq.client.producer.outgoing import AnyMessage
     from metamq.client.producer.partitioner import Partitioner
     from metamq.wire.compression import Codec
     from metamq.zk.cluster.topics import TopicConfig
@@ -25,31 +26,9 @@ Place = tuple[str, str, int, int]
 """Topic, topic id, broker id, index."""
 
 
-class StagedMessage(NamedTuple):
-    """A message after its checks."""
-
-    value: bytes
-    key: bytes | None = None
-    headers: Mapping[str, bytes] | None = None
-    partition: str | None = None
-    timestamp_us: int | None = None
-
-
 OPEN_BYTES_MAX = 16 * 1024 * 1024
 """Limit of batches that are not full: with many partitions these would be larger than a frame, and use much memory.
 Their number has a limit, too: each is an entry in a header."""
-
-AnyMessage = StagedMessage | bytes
-"""A message after its checks; bytes if it has nothing but a value."""
-
-
-def size_of_all(messages: Sequence[AnyMessage]) -> int:
-    """Returns the bytes that the messages count for in the buffer."""
-    values = [one for one in messages if isinstance(one, bytes)]
-    size = sum(map(len, values)) + MESSAGE_OVERHEAD_BYTES * len(values)
-    if len(values) < len(messages):
-        size += sum([size_of(*one[:3]) for one in messages if not isinstance(one, bytes)])
-    return size
 
 
 class _Route(NamedTuple):
@@ -129,7 +108,9 @@ class Staging:
         return self._add(self._routes.of(config), message)
 
     def _add(self, route: _Route, message: AnyMessage) -> int:
-        value, key, headers, partition, timestamp_us = StagedMessage(message) if isinstance(message, bytes) else message
+        value, key, headers, partition, timestamp_us = (
+            CheckedMessage(message) if isinstance(message, bytes) else message
+        )
         size = size_of(value, key, headers)
         if size > route.topic.limit_bytes:
             raise too_large(route.topic, size)

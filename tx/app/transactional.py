@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from metamq.client.checks import check_seconds, wrong_type
-from metamq.client.producer.producer_api import Key, ProducerApi, as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.producer.producer_api import Key, ProducerApi, messages_of
 from metamq.client.typevars import T
-from metamq.errors import BranchMisuse, ConfigError, MetamqError
-from metamq.tx.app.staging import AnyMessage, StagedMessage
-from metamq.tx.app.transactions import OpenTransaction, Transactions, misuse
-from metamq.wire.xa import Xid
-from metamq.words import count
-from metamq.zk.names import parse_partition
+from metamq.errors import BranchMisuse, MetamqError
+from metamq.tx.app.transactions import OpenTransaction, RecoveredXid, Transactions, misuse, warn_of_unreached
+from metamq.wire.xa import Verb, Xid
+
+if TYPE_CHECKING:
+    from metamq.client.producer.outgoing import Delivery, ManyDelivery
 
 log = logging.getLogger("metamq.tx")
 
@@ -109,55 +108,62 @@ class TransactionalProducer(ProducerApi[T]):
                     "does not belong to the block use another Producer, or send it after the block.",
                 )
 
-    def _leave_all(self) -> list[OpenTransaction]:
-        """Leaves the transactions of all threads and tasks. Returns them."""
+    async def _end_all(self) -> None:
+        """Rolls back the transactions of all threads and tasks, at the producer's close. Prepared ones stay, as PEP 249
+        demands it of connections."""
         transactions = self._transactions
         with transactions.lock:
             found = transactions.leave_all()
             self._has_transactions = transactions.any
-        return found
+        for one in found:
+            if one.prepared:
+                log.warning("transaction %s is prepared, and stays prepared: tpc_recover() finds it", one.xid)
+                continue
+            if one.prepared is None:
+                log.warning("transaction %s was not committed, and is rolled back with its producer", one.xid)
+            try:
+                await self._roll_back_now(one)
+            except Exception as error:  # the other transactions must be closed, too
+                log.warning("transaction %s is rolled back by its brokers after its time: %s", one.xid, error)
 
-    def _ends_with_the_producer(self, one: OpenTransaction) -> bool:
-        """Logs a transaction that the producer's close finds open. True if it must be rolled back: a prepared one
-        stays, as PEP 249 demands it of connections."""
-        if one.prepared:
-            log.warning("transaction %s is prepared, and stays prepared: tpc_recover() finds it", one.xid)
-        elif one.prepared is None:
-            log.warning("transaction %s was not committed, and is rolled back with its producer", one.xid)
-        return not one.prepared
+    async def _roll_back_now(self, one: OpenTransaction) -> None:
+        warn_of_unreached(one, await self._transactions.rollback(one))
 
-    def _message(
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _send_in(
         self,
+        topic: str,
         value: T,
         key: Key,
         headers: Mapping[str, bytes] | None,
         partition: str | None,
         timestamp: datetime | int | None,
-    ) -> AnyMessage:
-        plain: Any = value if self._encode is None else self._encode(value)
-        if key is None and headers is None and partition is None and timestamp is None:
-            return as_bytes(plain, "value")
-        if partition is not None:
-            parse_partition(partition)
-        return StagedMessage(
-            as_bytes(plain, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
-        )
+    ) -> Delivery | None:
+        one = self._sending_in()
+        if one is None:
+            return None
+        message = self._message(value, key, headers, partition, timestamp)
+        self._wait_for_capacity(one)
+        return one.outbox.add(topic, message)
 
-    def _messages(self, values: Sequence[T], keys: Sequence[Key] | None) -> list[AnyMessage]:
-        if isinstance(values, bytes | str):
-            raise wrong_type("`values`", "a list of values", values)
-        plain: list[Any] = list(values)
-        if keys is None:
-            if self._encode is not None:
-                plain = [self._encode(value) for value in plain]
-            if set(map(type, plain)) - {bytes}:
-                plain = [as_bytes(value, "value") for value in plain]
-            return plain
-        all_keys = list(keys)
-        if len(all_keys) != len(plain):
-            problem = f"send_many() got {count(len(all_keys), 'key')} for {count(len(plain), 'value')}"
-            raise ConfigError(problem, hint="Give one for each; None means no key.")
-        return [self._message(value, key, None, None, None) for value, key in zip(plain, all_keys, strict=True)]
+    def _send_many_in(self, topic: str, values: list[bytes], keys: list[bytes | None] | None) -> ManyDelivery | None:
+        one = self._sending_in()
+        if one is None:
+            return None
+        self._wait_for_capacity(one)
+        return one.outbox.add_many(topic, messages_of(values, keys))
+
+    def _sending_in(self) -> OpenTransaction | None:
+        """Returns the caller's transaction. Raises BranchMisuse inside of a dbtx block."""
+        self._check_outside_blocks()
+        one = self._transactions.of(self._owner())
+        if one is not None:
+            self._check_usable()
+        return one
+
+    def _wait_for_capacity(self, one: OpenTransaction) -> None:
+        """Waits while the transaction's queue is full. The asyncio Producer does not wait here: it has drain()."""
 
     # -- PEP 249 ------------------------------------------------------------------------------------------------------
 
@@ -166,9 +172,6 @@ class TransactionalProducer(ProducerApi[T]):
         parts = [part.encode() if isinstance(part, str) else part for part in (gtrid, bqual)]
         return Xid(format_id, *parts).check()
 
-    def _new_xid(self) -> Xid:
-        return Xid.random(b"local:")
-
     def _xid_of(self, xid: Xid | str) -> Xid:
         if isinstance(xid, str):
             return Xid.parse(xid)
@@ -176,15 +179,40 @@ class TransactionalProducer(ProducerApi[T]):
             raise wrong_type("`xid`", "the result of xid()", xid)
         return xid.check()
 
-    def _to_prepare(self) -> OpenTransaction:
-        """Returns the transaction for tpc_prepare(). Raises BranchMisuse if the call is not allowed now."""
+    # These check a call in its thread or task, and return its work for the loop.
+
+    def _to_prepare(self) -> Coroutine[Any, Any, bool]:
         self._check_usable()
         one = self._tpc()
         if one is None:
             raise misuse("(none)", "tpc_prepare() needs a tpc_begin() in this thread or task before")
         if one.prepared is not None:
             raise misuse(one.xid, "tpc_prepare() was called before")
-        return one
+        return self._transactions.prepare(one)
+
+    def _to_commit(self, xid: Xid | str | None) -> Coroutine[Any, Any, None]:
+        if xid is not None:
+            return self._transactions.finish(self._outside("tpc_commit()", xid), Verb.COMMIT)
+        one = self._inside("tpc_commit()")
+        if one.prepared is None:
+            self._leave(one)
+        return self._left_after(one, self._transactions.commit)
+
+    def _to_roll_back(self, xid: Xid | str | None) -> Coroutine[Any, Any, None]:
+        if xid is not None:
+            return self._transactions.finish(self._outside("tpc_rollback()", xid), Verb.ROLLBACK)
+        one = self._inside("tpc_rollback()")
+        return self._left_after(one, self._transactions.tpc_rollback)
+
+    async def _left_after(self, one: OpenTransaction, end: Callable[[OpenTransaction], Awaitable[None]]) -> None:
+        await end(one)
+        self._leave(one)
+
+    def _to_recover(self) -> Coroutine[Any, Any, list[RecoveredXid]]:
+        self._check_usable()
+        if self._transactions.of(self._owner()) is not None:
+            raise misuse("(any)", "tpc_recover() is not allowed in a transaction: end it first")
+        return self._transactions.recover()
 
     def _tpc(self) -> OpenTransaction | None:
         one = self._transactions.of(self._owner())
@@ -207,28 +235,28 @@ class TransactionalProducer(ProducerApi[T]):
         return self._xid_of(xid)
 
 
-class EnterOnce:
-    """A block that warns if it was never entered: then its messages were sent without a transaction."""
+class TransactionBlock:
+    """The result of transaction(). Warns if it was never entered: then its messages were sent without a transaction."""
 
     _way: str
+    _one: OpenTransaction
     _entered = False
 
-    def _entering(self, xid: Xid) -> Xid:
-        """Returns `xid`. Raises BranchMisuse the second time."""
+    def __init__(self, producer: TransactionalProducer[Any], timeout_s: float) -> None:
+        self._producer = producer
+        self._timeout_s = timeout_s
+
+    def _enter(self) -> Xid:
+        """Begins the transaction, and returns its id. Raises BranchMisuse the second time."""
+        producer, xid = self._producer, Xid.random(b"local:")
         if self._entered:
             raise misuse(xid, "a transaction() block can be entered once", hint="Call transaction() for each block.")
         self._entered = True
+        producer._check_usable()
+        self._one = producer._begin(xid, self._timeout_s, is_tpc=False)
         return xid
 
     def __del__(self) -> None:
         if not self._entered:
             text = f"transaction() was never entered, and has no effect: use `{self._way} producer.transaction():`"
             warnings.warn(text, RuntimeWarning, stacklevel=2, source=self)
-
-
-def current_task() -> asyncio.Task[Any] | None:
-    """Returns the current task; None outside of a task, also outside of a loop."""
-    try:
-        return asyncio.current_task()
-    except RuntimeError:
-        return None

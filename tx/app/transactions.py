@@ -208,16 +208,11 @@ class Transactions:
 
     # -- transactions that other clients have left --------------------------------------------------------------------
 
-    async def _broker_ids(self) -> list[int]:
-        session = self._core.cluster.session
-        names = await session.children(session.paths.broker_ids())
-        return sorted(int(name) for name in names if name.isdecimal())
-
     async def recover(self) -> list[RecoveredXid]:
         """Returns the transactions that are prepared at any broker. Returns all of them, or raises."""
         client = TxClient(self._core.cluster)
         found: dict[Xid, list[BranchDescription]] = {}
-        for broker_id in await self._broker_ids():
+        for broker_id in await self._core.cluster.broker_ids():
             for branch in await client.branches(broker_id):
                 if branch.state == "prepared" and branch.follows is None:
                     found.setdefault(branch.xid, []).append(branch)
@@ -231,7 +226,7 @@ class Transactions:
         not_known: list[BranchNotKnown] = []
         failed: list[MetamqError] = []
         done = 0
-        for broker_id in await self._broker_ids():
+        for broker_id in await self._core.cluster.broker_ids():
             try:
                 await client.ask(Branch(xid.check(), broker_id, session), [verb], timeout_s=ANSWER_S)
                 done += 1

@@ -18,7 +18,8 @@ from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
 
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient
-    from metamq.tx.app.staging import AnyMessage, Staging
+    from metamq.client.producer.outgoing import AnyMessage
+    from metamq.tx.app.staging import Staging
 
 _DECIDING = (Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
 """Verbs that decide: without their answer the outcome of the transaction is unknown."""
@@ -73,10 +74,6 @@ class GlobalTransaction:
     def knows(self, topic: str) -> bool:
         """True if the client knows the topic's configuration. Any thread."""
         return topic in self._cluster.configs
-
-    async def send(self, topic: str, message: AnyMessage) -> None:
-        """Takes a message. Raises as send_many()."""
-        await self.send_many(topic, [message])
 
     async def send_many(self, topic: str, messages: Sequence[AnyMessage]) -> None:
         """Takes messages; sends full batches. Raises TopicNotFound, MessageTooLarge, ConfigError, and TransactionError

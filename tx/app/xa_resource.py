@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping
 from datetime import datetime
-from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
 from metamq.client.background import background
@@ -129,7 +128,5 @@ class XAResource:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

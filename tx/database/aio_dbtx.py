@@ -68,15 +68,15 @@ class dbtx(DatabaseBlock):
         timestamp: datetime | int | None = None,
     ) -> None:
         """Sends a message with the transaction. Raises as Producer.send, and the error of a broker that refuses it."""
-        message = self._message(value, key, headers, partition, timestamp)
+        message = self._producer._message(value, key, headers, partition, timestamp)
         async with self._one_call:
-            await self._working().send(topic, message)
+            await self._working().send_many(topic, [message])
 
     async def send_many(
         self, topic: str, values: Iterable[bytes], *, keys: Sequence[bytes | str | None] | None = None
     ) -> None:
         """Sends messages with the transaction; `keys`, if given, has one for each value. Raises as send()."""
-        messages = self._messages(values, keys)
+        messages = self._producer._messages(values, keys)
         async with self._one_call:
             await self._working().send_many(topic, messages)
 

@@ -17,7 +17,6 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 from metamq.client.checks import check_seconds, wrong_type
@@ -67,11 +66,15 @@ class _Part:
         self.ended = False
         """True if the resource has ended its part: it is committed or rolled back."""
 
+    @property
+    def has_failed(self) -> bool:
+        """True if psycopg's transaction has failed: then it would only look prepared, or be rolled back in silence."""
+        status = getattr(getattr(self.connection, "info", None), "transaction_status", None)
+        return status is not None and int(status) != INTRANS
+
     def prepare(self) -> bool:
         """Prepares the part. Returns False if there is nothing to commit."""
-        info = getattr(self.connection, "info", None)
-        status = getattr(info, "transaction_status", None)
-        if status is not None and int(status) != INTRANS:
+        if self.has_failed:
             raise RolledBack(self.xid, XACode.RBROLLBACK, f"the transaction of {self.name!r} has failed before")
         self.prepared = self.connection.tpc_prepare() is not False
         return self.prepared
@@ -240,9 +243,8 @@ class Coordinator:
             ) from error  # fmt: skip
 
     def _commit_alone(self, tx: CoordinatedTransaction, part: _Part) -> None:
-        """Commits with one resource, which decides. Checks first: psycopg would roll back a failed one in silence."""
-        status = getattr(getattr(part.connection, "info", None), "transaction_status", None)
-        if status is not None and int(status) != INTRANS:
+        """Commits with one resource, which decides."""
+        if part.has_failed:
             self._roll_back(tx)
             raise RolledBack(_named(tx.gtrid), XACode.RBROLLBACK, f"the transaction of {part.name!r} has failed before")
         part.connection.tpc_commit()
@@ -382,9 +384,7 @@ class Coordinator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -24,13 +24,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
 
+from metamq.client.background import at_once
 from metamq.client.checks import wrong_type
 from metamq.client.net.branches import ANSWER_S
-from metamq.client.offsets.dbapi import Database, DatabaseConnection, at_once, blocking_database_of
+from metamq.client.offsets.dbapi import Database, DatabaseConnection, blocking_database_of
 from metamq.client.producer.producer import BaseProducer
-from metamq.client.producer.producer_api import as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError
-from metamq.tx.app.staging import AnyMessage, StagedMessage, Staging
+from metamq.tx.app.staging import Staging
 from metamq.tx.app.transactional import TransactionalProducer
 from metamq.tx.app.transactions import routes_of
 from metamq.tx.app.work import GlobalTransaction
@@ -105,32 +105,6 @@ class DatabaseBlock(ABC):
             raise BranchMisuse("(none)", XACode.PROTO, "the block has ended")
         self._producer._check_usable()
         return self._work
-
-    def _message(
-        self,
-        value: bytes,
-        key: bytes | str | None,
-        headers: Mapping[str, bytes] | None,
-        partition: str | None,
-        timestamp: datetime | int | None,
-    ) -> AnyMessage:
-        return StagedMessage(
-            self._encoded(value), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
-        )
-
-    def _messages(self, values: Iterable[bytes], keys: Sequence[bytes | str | None] | None) -> list[AnyMessage]:
-        encoded = [self._encoded(value) for value in values]
-        if keys is None:
-            return [*encoded]
-        checked = [key_bytes(key) for key in keys]
-        if len(checked) != len(encoded):
-            problem = f"{len(checked):,} keys for {len(encoded):,} values"
-            raise ConfigError(problem, hint="Give one key for each value.")
-        return [StagedMessage(value, key) for value, key in zip(encoded, checked, strict=True)]
-
-    def _encoded(self, value: bytes) -> bytes:
-        encoded: Any = value if self._producer._encode is None else self._producer._encode(value)
-        return as_bytes(encoded, "value")
 
     async def _leave(self, error: BaseException | None) -> None:
         forked = self._producer._core.accumulator.closed_by
@@ -273,15 +247,15 @@ class dbtx(DatabaseBlock):
     ) -> None:
         """Sends a message with the transaction. Raises as Producer.send, and the error of a broker that refuses it."""
         work = self._working()
-        message = self._message(value, key, headers, partition, timestamp)
-        self._background.run(work.send(topic, message))
+        message = self._producer._message(value, key, headers, partition, timestamp)
+        self._background.run(work.send_many(topic, [message]))
 
     def send_many(
         self, topic: str, values: Iterable[bytes], *, keys: Sequence[bytes | str | None] | None = None
     ) -> None:
         """Sends messages with the transaction; `keys`, if given, has one for each value. Raises as send()."""
         work = self._working()
-        self._background.run(work.send_many(topic, self._messages(values, keys)))
+        self._background.run(work.send_many(topic, self._producer._messages(values, keys)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -20,12 +20,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from metamq.client.background import at_once
 from metamq.client.net.branches import ANSWER_S
-from metamq.client.offsets.dbapi import Database, DatabaseConnection, at_once, blocking_database_of
-from metamq.client.producer.producer_api import as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.offsets.dbapi import Database, DatabaseConnection, blocking_database_of
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
 from metamq.tx.app.outbox import Outbox
-from metamq.tx.app.staging import StagedMessage, Staging
+from metamq.tx.app.staging import Staging
 from metamq.tx.app.transactions import routes_of
 from metamq.tx.app.work import GlobalTransaction
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
@@ -84,10 +84,7 @@ class DataManager:
         timestamp: datetime | int | None = None,
     ) -> None:
         """Sends a message with the transaction. Raises as Producer.send, and the error that failed the transaction."""
-        encoded: Any = value if self._producer._encode is None else self._producer._encode(value)
-        message = StagedMessage(
-            as_bytes(encoded, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
-        )
+        message = self._producer._message(value, key, headers, partition, timestamp)
         self._producer._check_usable()
         if self._outbox.is_full:
             self._run(self._outbox.until_half())

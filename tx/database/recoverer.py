@@ -17,15 +17,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from metamq.client.background import background
+from metamq.client.background import at_once, background
 from metamq.client.checks import wrong_type
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
-from metamq.client.offsets.dbapi import AnyConnection, Database, at_once, check_paramstyle, database_of
+from metamq.client.offsets.dbapi import AnyConnection, Database, check_paramstyle, database_of
 from metamq.client.settings import zookeeper_root, zookeeper_servers
 from metamq.errors import BranchNotKnown, MetamqError, OutcomeUnknown, TransactionError
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("metamq.tx")
 
-SESSION_TIMEOUT_MS = 10_000
 PREPARED = "prepared"
 GRACE_S = 10.0
 COMMITS_KEPT_S = 60.0
@@ -87,7 +85,7 @@ class Recoverer:
         self._stop = threading.Event()
         self._background = background()
         servers = zookeeper_servers(zookeeper, config)
-        session = self._background.run(open_client_session(servers, zookeeper_root(root, config), SESSION_TIMEOUT_MS))
+        session = self._background.run(open_client_session(servers, zookeeper_root(root, config)))
         self._cluster = ClusterClient(session)
 
     def run(self, *, every_s: float = 5.0) -> None:
@@ -156,11 +154,10 @@ class Recoverer:
     async def _known(self, identity: bytes) -> tuple[list[BranchDescription], tuple[int, ...]]:
         """Returns this database's branches that are prepared, or finished by an operator, at all broker ids that ever
         existed; and the broker ids that did not answer."""
-        session, client = self._cluster.session, TxClient(self._cluster)
-        names = await session.children(session.paths.broker_ids())
+        client = TxClient(self._cluster)
         found: list[BranchDescription] = []
         unreachable = []
-        for broker_id in sorted(int(name) for name in names if name.isdecimal()):
+        for broker_id in await self._cluster.broker_ids():
             try:
                 found += await client.branches(broker_id)
             except MetamqError as error:
@@ -195,9 +192,7 @@ class Recoverer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -119,6 +119,21 @@ async def owned_partitions(session: Session, group: str) -> dict[TopicPartition,
     }
 
 
+async def check_empty(session: Session, group: str, consequence: str) -> None:
+    """Raises ConfigError with the names of the members if the group has members."""
+    if await session.exists(session.paths.members(group)) is None:
+        return
+    present = await read_members(session, group)
+    if present:
+        names = ", ".join(
+            f"{member.consumer_id} (process {member.pid} on {member.host})" for member in present.values()
+        )
+        raise ConfigError(
+            f"group {group!r} has members, {consequence}: {names}",
+            hint="Stop them first; `metamq group evict` removes one that is stuck.",
+        )
+
+
 async def evict(session: Session, group: str, consumer_id: str) -> list[TopicPartition]:
     """Removes a member from its group although its session lives, and frees its partitions, which are returned.
 

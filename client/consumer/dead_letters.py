@@ -1,0 +1,81 @@
+"""The dead-letter topic of a group: it gets the messages that the group's listeners have given up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from metamq.client.admin.admin_core import WAIT_S
+from metamq.client.admin.admin_model import TopicSettings
+from metamq.client.admin.admin_topics import create_topic
+from metamq.client.producer.aio_producer import BaseProducer
+from metamq.errors import ConfigError, TopicExists
+from metamq.wire.limits import MESSAGE_BYTES_MAX
+from metamq.words import count
+from metamq.zk.names import DEAD_LETTER_SUFFIX
+
+if TYPE_CHECKING:
+    from metamq.client.model import Message
+
+log = logging.getLogger("metamq.client")
+
+BUFFER_BYTES = 1 << 40
+"""No limit: each handler of messages waits for one message at a time."""
+
+
+def dead_letter_topic(group: str | None) -> str:
+    """Returns the topic for messages that a group gave up. Raises ConfigError without a group."""
+    if group is None:
+        raise ConfigError("a dead-letter topic belongs to a group", hint="Give group=, or dead_letter=False.")
+    return group + DEAD_LETTER_SUFFIX
+
+
+def dead_letter_headers(message: Message[Any], error: Exception, attempts: int) -> dict[str, bytes]:
+    """Returns the message's own headers, plus its origin and the error."""
+    return {
+        **message.headers,
+        "metamq-topic": message.topic.encode(),
+        "metamq-partition": message.partition.encode(),
+        "metamq-offset": str(message.offset).encode(),
+        "metamq-timestamp": str(message.timestamp).encode(),
+        "metamq-attempts": str(attempts).encode(),
+        "metamq-error": f"{type(error).__name__}: {error}"[:1000].encode(errors="replace"),
+    }
+
+
+class DeadLetters:
+    """Sends given-up messages to the group's dead-letter topic, which is created when the first message comes."""
+
+    def __init__(self, zookeeper: str, root: str, group: str | None) -> None:
+        self.topic = dead_letter_topic(group)
+        self._zookeeper = zookeeper
+        self._root = root
+        self._producer: BaseProducer[bytes] | None = None
+        self._has_topic = False
+        self._opening = asyncio.Lock()
+
+    async def send(self, message: Message[Any], value: bytes, error: Exception, attempts: int) -> None:
+        """Sends a message and returns when it is stored. Raises the errors of a delivery."""
+        times = count(attempts, "attempt")
+        log.warning("given up after %s, to %s: %r", times, self.topic, message[:3], exc_info=error)
+        producer = await self._open()
+        await producer.send(self.topic, value, message.key, dead_letter_headers(message, error, attempts))
+
+    async def _open(self) -> BaseProducer[bytes]:
+        async with self._opening:
+            if self._producer is None:
+                made = BaseProducer[bytes](self._zookeeper, root=self._root, buffer_bytes=BUFFER_BYTES)
+                self._producer = await made.open()
+            if not self._has_topic:
+                cluster, settings = self._producer._core.cluster, TopicSettings(max_message_bytes=MESSAGE_BYTES_MAX)
+                with contextlib.suppress(TopicExists):
+                    await create_topic(cluster, self.topic, 1, None, False, WAIT_S, settings)
+                self._has_topic = True
+            return self._producer
+
+    async def close(self) -> None:
+        """Closes the producer."""
+        if self._producer is not None:
+            await self._producer.close()

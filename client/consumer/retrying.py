@@ -1,0 +1,160 @@
+"""The retries of a message whose listener fails: another attempt after a pause, then the dead-letter topic.
+
+`run()` of the blocking Consumer calls the listener in threads, that of the asyncio Consumer in tasks. The steps are
+written once, as coroutines, which never wait for a loop in a thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from metamq.client.checks import awaitable_listener, check_seconds, check_whole
+from metamq.client.model import Message, message_of
+from metamq.errors import DecodeError
+
+if TYPE_CHECKING:
+    from metamq.client.consumer.dead_letters import DeadLetters
+    from metamq.client.fetch.inbox import InFlightBatch
+
+log = logging.getLogger("metamq.client")
+
+T = TypeVar("T")
+
+Listener = Callable[[Message[T]], object]
+"""Called with each message. It returns when the message is done, and raises if it failed."""
+
+POLL_S = 0.5
+"""Seconds between two checks that a message that waits for its next attempt still belongs to this consumer."""
+RETRY_DELAY_MAX_S = 30.0
+ROLLBACK_DELAY_S = 0.1
+
+
+class Rollback(Exception):
+    """Raised by a listener to receive the message again after `delay_s` seconds, without counting an attempt."""
+
+    def __init__(self, delay_s: float = ROLLBACK_DELAY_S) -> None:
+        check_seconds("delay_s", delay_s, optional=False)
+        super().__init__(f"rolled back, delivered again in {delay_s:g} s")
+        self.delay_s = delay_s
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """The number of attempts per message, and the pauses between them."""
+
+    max_attempts: int
+    retry_delay_s: float
+
+    def __post_init__(self) -> None:
+        check_whole("max_attempts", self.max_attempts, 1)
+        check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
+
+    def pause_after(self, error: Exception, failed_attempts: int) -> float | None:
+        """Returns the seconds until the next attempt, or None to give up. `failed_attempts` includes a counted one."""
+        if isinstance(error, Rollback):
+            return error.delay_s
+        if failed_attempts >= self.max_attempts:
+            return None
+        return min(self.retry_delay_s * 2.0 ** (failed_attempts - 1), RETRY_DELAY_MAX_S)
+
+
+class ListenerRun(ABC):
+    """The common part of both kinds of `run()`. Without `dead_letters` a given-up message ends `run()`."""
+
+    _awaits: bool
+    """True if the result of the listener is awaited."""
+
+    def __init__(
+        self,
+        listener: Listener[Any],
+        filter: Callable[[Message[Any]], bool] | None,
+        dead_letters: DeadLetters | None,
+        policy: RetryPolicy,
+        concurrency: int,
+    ) -> None:
+        check_whole("concurrency", concurrency, 1)
+        self._listener = listener
+        self._filter = filter
+        self._dead_letters = dead_letters
+        self._policy = policy
+        self._concurrency = concurrency
+
+    @abstractmethod
+    async def _give_up(
+        self, letters: DeadLetters, message: Message[Any], value: bytes, error: Exception, attempts: int
+    ) -> None:
+        """Calls `letters.send`."""
+
+    @abstractmethod
+    async def _pause(self, in_flight: InFlightBatch, pause_s: float) -> bool:
+        """Waits for the next attempt. Returns False if this consumer must not try the message any more."""
+
+    def _is_stopped(self) -> bool:
+        """Returns True if no further message may be delivered."""
+        return False
+
+    async def _handle_all(self, in_flight: InFlightBatch) -> bool:
+        """Calls the listener with each message. Returns False if the last delivered message is not done."""
+        while True:
+            try:
+                for fields in in_flight.iterate():
+                    message: Message[Any] = message_of(fields)
+                    if self._filter is not None and not self._filter(message):
+                        continue
+                    if not await self._deliver(in_flight, message):
+                        return False
+                    if self._is_stopped():
+                        break  # the rest of the batch is delivered again, to the next reader
+                return True
+            except DecodeError as error:
+                if error is not in_flight.rejected:  # the listener raised it
+                    raise
+                rejected = error
+            if not await self._deliver(in_flight, in_flight.batch.undecoded(rejected.offset), rejected):
+                return False
+            in_flight.rejected = None
+
+    async def _deliver(
+        self, in_flight: InFlightBatch, message: Message[Any], rejected: DecodeError | None = None
+    ) -> bool:
+        """Calls the listener until the message is done or given up. `rejected`: `decode=` failed in attempt 1."""
+        failed = 0
+        while True:
+            try:
+                if rejected is not None:
+                    if not failed:
+                        raise rejected
+                    message, rejected = in_flight.batch.decoded_message(message.offset), None
+                    if self._filter is not None and not self._filter(message):
+                        return True
+                outcome = self._listener(message)
+                if self._awaits and inspect.isawaitable(outcome):
+                    await outcome
+            except Exception as error:
+                failed += not isinstance(error, Rollback)
+                pause_s = self._policy.pause_after(error, failed)
+                if pause_s is None:
+                    if self._dead_letters is None:
+                        raise
+                    value = in_flight.batch.plain_value(message.offset)
+                    await self._give_up(self._dead_letters, message, value, error, failed)
+                    return True
+                log.info("%s/%s offset %d failed: %r; next attempt in %g s", *message[:3], error, pause_s)
+            else:
+                if not self._awaits:
+                    self._check_done(outcome)
+                return True
+            if not await self._pause(in_flight, pause_s):
+                return False
+
+    def _check_done(self, outcome: object) -> None:
+        """Ends run() if the listener returned an awaitable: nothing was done, and another attempt would not help."""
+        if inspect.isawaitable(outcome):
+            if inspect.iscoroutine(outcome):
+                outcome.close()  # avoids a warning of Python in addition to the error
+            raise awaitable_listener(self._listener)
