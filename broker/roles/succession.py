@@ -98,7 +98,7 @@ class Situation(NamedTuple):
 
 
 class Noticed(NamedTuple):
-    """What a slave has seen when it takes over by itself."""
+    """The observation on which a slave takes over by itself."""
 
     since: float
     """The loop's time at which it noticed the cause."""

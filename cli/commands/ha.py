@@ -317,7 +317,6 @@ def _change_failover(
     paused: bool | None = None,
     preferred: int | None = None,
 ) -> None:
-    current().log()
     with current().admin() as admin:
         wanted = sorted(admin.replicas()) if broker_id is None else [broker_id]
         if mode is None and paused is None and preferred is None:
@@ -363,7 +362,6 @@ def history(broker_id: int | None, output: str) -> None:
     metamq ha history
     metamq ha history --broker 0 -o json
     """
-    current().log()
     with current().admin() as admin:
         wanted = sorted(admin.replicas()) if broker_id is None else [broker_id]
         switches = [(number, one) for number in wanted for one in admin.failover(number).switches]
