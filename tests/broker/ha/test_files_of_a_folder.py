@@ -237,9 +237,7 @@ def of_replicas() -> list[object]:
 
 
 @pytest.mark.parametrize(("file", "happens"), of_replicas())
-def test_the_files_that_are_not_a_partitions_at_a_slave(
-    scene: Scene, tmp_path: Path, file: str, happens: str
-) -> None:
+def test_the_files_that_are_not_a_partitions_at_a_slave(scene: Scene, tmp_path: Path, file: str, happens: str) -> None:
     """It is promoted, with all that was acknowledged, or refused; then it copies from its master what it lacks."""
     group = scene.group
     slave = group.add_slave()
