@@ -48,6 +48,7 @@ IN_SECONDS = {
     type=click.IntRange(-1, 65535),
     help="Port of /metrics, /healthz, /readyz; 0 takes a free port, -1 none.  [8120]",
 )
+@click.option("--http-host", help="Address of that port.  [the host]")
 @click.option(
     "--session-timeout",
     "session_timeout_ms",
