@@ -103,8 +103,8 @@ class Topics:
         """Called when a log was found to be damaged."""
         self.listed = 0
         """The version of ZooKeeper's list of topics that is applied; 0: not known."""
-        self.unserved: dict[str, MetamqError] = {}
-        """Topics with more partitions in the folder than ZooKeeper lists."""
+        self.unlisted: dict[str, MetamqError] = {}
+        """Topics with more partitions in the folder than ZooKeeper lists: it was restored from an older copy."""
         self._changing = asyncio.Lock()
         self._unreadable: dict[str, MetamqError] = {}
         """Topics whose configuration in ZooKeeper cannot be read or used, or needs more space than the disk has."""
@@ -157,7 +157,7 @@ class Topics:
 
     def broken(self) -> list[MetamqError]:
         """The reasons why partitions or topics are not served as configured, or are served from damaged logs."""
-        return [*self._unreadable.values(), *self.unserved.values(), *self.damage().values()]
+        return [*(self.unlisted | self._unreadable).values(), *self.damage().values()]
 
     def damage(self) -> dict[tuple[str, int], CorruptData]:
         """The partitions whose logs are damaged, with their damage."""

@@ -92,8 +92,6 @@ class Broker:
         self._tasks: list[asyncio.Task[None]] = []
         self._ready_reason = "starting"
         self._beat = time.monotonic()
-        self._lists_too_little = False
-        """ZooKeeper lacks topics or partitions of the data folder: it was restored from an older copy."""
 
     async def start(self) -> None:
         """Starts the broker, see the module. Raises ConfigError, ConnectError, CorruptData, StorageError."""
@@ -342,14 +340,14 @@ class Broker:
         served[JOURNAL] = journal_config(self.config.id, self.config.transactions_min_insync)
         self._topics.listed = version
         await self._topics.apply(served, unreadable)
-        self._tell_unserved(served)
-        self._lists_too_little = bool(kept or self._topics.unserved)
+        self._note_unlisted(kept, served)
         if self._topics.get(JOURNAL, 0) is None and (full := self._topics.without_room()) is not None:
             raise full.with_traceback(None)
 
-    def _tell_unserved(self, served: dict[str, TopicConfig]) -> None:
-        before, self._topics.unserved = self._topics.unserved, unserved_partitions(self.config.id, self._folder, served)
-        for topic, error in self._topics.unserved.items():
+    def _note_unlisted(self, kept: dict[str, MetamqError], served: dict[str, TopicConfig]) -> None:
+        before, in_part = self._topics.unlisted, unserved_partitions(self.config.id, self._folder, served)
+        self._topics.unlisted = kept | in_part
+        for topic, error in in_part.items():
             if topic not in before:
                 log.error("topic %s is served in part: %s", topic, error)
 
@@ -367,7 +365,7 @@ class Broker:
             try:
                 await self._read_topics()
                 await self._parts.keeper.settle()  # a log that was opened may lack messages
-                if self._lists_too_little:
+                if self._topics.unlisted:
                     self._parts.keeper.offers_may_be_gone()
                 await self._parts.keeper.offer()
                 if (full := self._topics.without_room()) is not None:

@@ -17,6 +17,7 @@ from tests.broker.ha.test_taken_back import Copy
 from tests.parts import http_get, read_topic, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+METAMQ = [sys.executable, "-m", "metamq.cli"]
 VALUES = [b"%d" % number for number in range(20)]
 
 
@@ -86,9 +87,12 @@ def test_what_was_made_since_the_copy_is_kept_and_comes_back_by_a_restore(
     assert http_get(broker.http_port, "/readyz")[0] == 503
     assert f"does not list topic '{topic}'" in http_get(broker.http_port, "/readyz")[1]
     assert folder.is_dir()
+    environment = {**os.environ, "METAMQ_ZOOKEEPER": group.cluster.zookeeper}
+    doctor = subprocess.run([*METAMQ, "doctor"], env=environment, capture_output=True, text=True, timeout=120)
+    assert f"it keeps what ZooKeeper lacks: ZooKeeper does not list topic '{topic}'" in doctor.stdout, doctor
     assert broker.stop() == 0
     with EmbeddedZooKeeper(tmp_path / "another") as other:
-        command = [sys.executable, "-m", "metamq.cli", "cluster", "restore", "--data", str(broker.data), "--yes"]
+        command = [*METAMQ, "cluster", "restore", "--data", str(broker.data), "--yes"]
         environment = {**os.environ, "METAMQ_ZOOKEEPER": other.address}
         subprocess.run(command, env=environment, check=True, timeout=120)
         again = BrokerProcess(other.address, broker.data, 0, session_timeout_ms=SESSION_MS)
