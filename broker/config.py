@@ -37,6 +37,8 @@ class BrokerConfig:
     """Data folder; one broker per folder."""
     http_port: int = 8120
     """Port of /metrics, /healthz and /readyz; 0 takes a free one, -1 serves none."""
+    http_host: str = ""
+    """Address of that port, if it differs from `host`: a network that only scrapers reach."""
     session_timeout_ms: int = 10_000
     """ZooKeeper session time-out: a dead broker stays registered this long."""
     disk_reserve_bytes: int = 256 * MEBIBYTE

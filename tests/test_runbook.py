@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from metamq import Admin, Consumer, Producer
+from metamq.errors import MetamqError
 from metamq.testing import BrokerProcess
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from metamq.zk.server.ports import free_port
@@ -145,6 +146,12 @@ class Pair:
         print(replicas)
         return [one.holds_all for one in replicas] == [True, True]
 
+    def is_taken_back(self) -> bool:
+        """Whether both replicas are there, and wait for a person."""
+        with contextlib.suppress(MetamqError):
+            return len(self.roles()) == 2 and bool(self.admin.replicas()[0].taken_back)
+        return False
+
     def restore(self) -> None:
         """Both replicas run, in sync; 0 is the master."""
         for number in (0, 1):
@@ -269,6 +276,24 @@ def zookeeper_is_lost(pair: Pair) -> None:
     pair.lose_zookeeper()
 
 
+def zookeeper_is_taken_back(pair: Pair) -> None:
+    """To before two promotions and some messages."""
+    assert pair.server.data_dir is not None
+    data, copy = pair.server.data_dir / "data", pair.folder / "yesterday"
+    pair.server.freeze()
+    shutil.copytree(data, copy)
+    pair.server.thaw()
+    for number in (1, 0):
+        pair.admin.promote(0, number)
+        pair.wait_in_sync()
+    pair.send()
+    pair.server.kill()
+    shutil.rmtree(data)
+    shutil.copytree(copy, data)
+    pair.server.restart()
+    wait_until(pair.is_taken_back, what="that ZooKeeper was taken back")
+
+
 WHAT_HAPPENED: dict[str, Callable[[Pair], None]] = {
     "Runbook": nothing,
     "A planned promotion": nothing,
@@ -285,6 +310,7 @@ WHAT_HAPPENED: dict[str, Callable[[Pair], None]] = {
     "A replica is gone for good": a_slave_is_gone,
     "A broker id is gone for good": a_broker_is_gone,
     "ZooKeeper is lost": zookeeper_is_lost,
+    "ZooKeeper was restored from an older copy": zookeeper_is_taken_back,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ANY_VERSION = -1
 """Any version of the node. Correct only if no other client writes the node."""
@@ -30,6 +31,13 @@ class Node(Stat):
     """A znode with its data."""
 
     data: bytes
+
+
+class Listing(NamedTuple):
+    """The names of a node's children, unordered. `version` rises with each child that is created or deleted."""
+
+    names: list[str]
+    version: int
 
 
 @dataclass(frozen=True, slots=True)

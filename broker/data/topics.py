@@ -100,6 +100,10 @@ class Topics:
         """Called with each partition whose topic starts or stops flushing before it acknowledges."""
         self.damaged: Callable[[], None] = lambda: None
         """Called when a log was found to be damaged."""
+        self.listed = 0
+        """The version of ZooKeeper's list of topics that is applied; 0: not known."""
+        self.unlisted: dict[str, MetamqError] = {}
+        """Topics with more partitions in the folder than ZooKeeper lists: it was restored from an older copy."""
         self._changing = asyncio.Lock()
         self._unreadable: dict[str, MetamqError] = {}
         """Topics whose configuration in ZooKeeper cannot be read or used, or needs more space than the disk has."""
@@ -158,7 +162,7 @@ class Topics:
 
     def broken(self) -> list[MetamqError]:
         """The reasons why partitions or topics are not served as configured, or are served from damaged logs."""
-        return [*self._unreadable.values(), *self.damage().values()]
+        return [*(self.unlisted | self._unreadable).values(), *self.damage().values()]
 
     def damage(self) -> dict[tuple[str, int], CorruptData]:
         """The partitions whose logs are damaged, with their damage."""
@@ -316,7 +320,8 @@ class Topics:
             folder = self._folder.partition_folder(config.topic, config.id, index)
             PartitionLog.make(folder, self._name(config.topic, index), self._files)
         if not config.topic.startswith(OWN):
-            topic_settings.save(self._folder.partition_folder(config.topic, config.id, 0).parent, config)
+            folder = self._folder.partition_folder(config.topic, config.id, 0).parent
+            topic_settings.save(folder, config, self.listed)
         if indexes:
             self._folder.sync_topic(config.topic, config.id)
             self._folder.were_made(config.topic, config.id, indexes)

@@ -118,6 +118,7 @@ class StatsProcessor:
             "replication": self._replication(),
             "transactions": self._transactions()._asdict(),
             "scrub": self._scrub(),
+            "unlisted": [str(error) for error in list(self._topics.unlisted.values())[:DAMAGED_MAX]],
             "damaged_count": len(damage),
             "damaged": [str(error) for error in list(damage.values())[:DAMAGED_MAX]],
             "partitions": [_partition_statistics(one) for one in partitions if not one.topic.startswith(OWN)],

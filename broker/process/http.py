@@ -124,13 +124,13 @@ class StatusServer:
         registry = CollectorRegistry()
         registry.register(BrokerCollector(broker))
         self._metrics = make_wsgi_app(registry)
-        host, port = broker.config.host, broker.config.http_port
+        host, port = broker.config.http_host or broker.config.host, broker.config.http_port
         try:
             self._server = make_server(host, port, self._respond, _Server, _QuietHandler)
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror}",
-                hint="Choose another --http-port (0 takes a free one, -1 serves none).",
+                hint="Choose another --http-port (0 takes a free one, -1 serves none), or --http-host.",
             ) from error
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="metamq-http", daemon=True)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import metamq
 from metamq.broker.data.data_folder import LOST_ZOOKEEPER, REMOVED, RIGHT_ZOOKEEPER, DataFolder
 from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.kept_topics import kept_topics, unserved_partitions
 from metamq.broker.data.topics import Topics
 from metamq.broker.front_door.acceptor import Acceptor
 from metamq.broker.front_door.admission import LINGERING_MAX, SLOTS_KEPT
@@ -59,6 +60,7 @@ from metamq.zk.cluster.brokers import cluster_id, known_cluster_id, read_state
 from metamq.zk.cluster.registrations import Registration, until_alone
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.errors import ConnectionLost
+from metamq.zk.nodes import Listing
 from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.session.session import Session, SessionState
 
@@ -317,27 +319,41 @@ class Broker:
     async def _read_topics(self) -> None:
         """Applies the configuration of every topic, and watches all of them.
 
-        A topic that is not listed is removed from the disk. So a list counts only if it comes from the ZooKeeper whose
-        cluster was checked. A replaced ZooKeeper does not know the session; the session's generation differs then.
+        A topic that is not listed is removed from the disk, unless the list is older than one that had it. So a list
+        counts only if it comes from the ZooKeeper whose cluster was checked. A replaced ZooKeeper does not know the
+        session; the session's generation differs then.
         """
         generation = self._session.generation
         await self._check_cluster()
         configs: dict[str, TopicConfig] = {}
         unreadable: dict[str, MetamqError] = {}
-        names = await self._store.names(self._topics_changed.set)
+        names, version = await self._store.listing(self._topics_changed.set)
         for first in range(0, len(names), TOPICS_AT_ONCE):
             some = names[first : first + TOPICS_AT_ONCE]
             for topic, found in zip(some, await asyncio.gather(*map(self._read_topic, some)), strict=True):
                 if isinstance(found, MetamqError):
                     unreadable[topic] = found
-                elif found is not None and found.partitions.get(self.config.id):
+                elif found is not None:
                     configs[topic] = found
-        configs[JOURNAL] = journal_config(self.config.id, self.config.transactions_min_insync)
         if self._session.generation != generation:
             raise ConnectionLost("the list of topics", "the session ended meanwhile")
-        await self._topics.apply(configs, unreadable)
+        kept = kept_topics(self.config.id, self._folder, configs, Listing(names, version))
+        unreadable |= kept
+        own = {topic: found for topic, found in configs.items() if found.partitions.get(self.config.id)}
+        served = {topic: found for topic, found in own.items() if topic not in unreadable}
+        served[JOURNAL] = journal_config(self.config.id, self.config.transactions_min_insync)
+        self._topics.listed = version
+        await self._topics.apply(served, unreadable)
+        self._note_unlisted(kept, served)
         if self._topics.get(JOURNAL, 0) is None and (full := self._topics.without_room()) is not None:
             raise full.with_traceback(None)
+
+    def _note_unlisted(self, kept: dict[str, MetamqError], served: dict[str, TopicConfig]) -> None:
+        before, in_part = self._topics.unlisted, unserved_partitions(self.config.id, self._folder, served)
+        self._topics.unlisted = kept | in_part
+        for topic, error in in_part.items():
+            if topic not in before:
+                log.error("topic %s is served in part: %s", topic, error)
 
     async def _read_topic(self, topic: str) -> TopicConfig | CorruptData | ConfigError | None:
         try:
@@ -353,6 +369,8 @@ class Broker:
             try:
                 await self._read_topics()
                 await self._parts.keeper.settle()  # a log that was opened may lack messages
+                if self._topics.unlisted:
+                    self._parts.keeper.offers_may_be_gone()
                 await self._parts.keeper.offer()
                 if (full := self._topics.without_room()) is not None:
                     raise full.with_traceback(None)

@@ -368,6 +368,10 @@ class RoleKeeper:
         async with self._settling:  # of two at once, the one with older counts might win
             await self._offer()
 
+    def offers_may_be_gone(self) -> None:
+        """Lets the next offer() look at what ZooKeeper has: it was taken back, perhaps in the same session."""
+        self._offered = None
+
     async def _offer(self) -> None:
         broker_id, replica, counts = self._registration().broker_id, self._registration().replica, self._topics.counts()
         role = self._status.role

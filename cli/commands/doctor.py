@@ -283,6 +283,8 @@ async def _master(cluster: ClusterClient, broker_id: int) -> Finding:
     seen = f"{master.address}, epoch {header['epoch']}, version {master.version}, {ended_ms - began_ms:.1f} ms"
     if header["writes_refused"]:
         return Finding(what, "problem", f"{seen}; it refuses writes: {header['writes_refused']}")
+    if unlisted := header.get("unlisted"):
+        return Finding(what, "problem", f"{seen}; it keeps what ZooKeeper lacks: {'; '.join(unlisted)}")
     if connection.greeting.broker_id != broker_id:
         hint = "Two brokers share an address, or --advertise names the wrong host."
         return Finding(what, "problem", f"{master.address} is broker {connection.greeting.broker_id}", hint)

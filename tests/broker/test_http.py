@@ -51,6 +51,22 @@ def test_it_stops_at_once() -> None:
     assert min(took_s) < 0.2, "half a second each when a stop waits for the next poll; any may be slow"
 
 
+def test_it_may_have_an_address_of_its_own() -> None:
+    """A broker listens on all of them, and its metrics on one that only scrapers reach."""
+
+    class Public(Told):
+        config = BrokerConfig(host="0.0.0.0", http_host="127.0.0.2", http_port=0)
+
+    server = StatusServer(cast(Broker, Public()))
+    try:
+        assert server._server.server_address[0] == "127.0.0.2"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port), 60)
+        socket.create_connection(("127.0.0.2", server.port), 60).close()
+    finally:
+        server.close()
+
+
 def test_it_does_not_pause_when_its_thread_sees_the_closed_socket_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does when no descriptor is left."""
     paused, refused = threading.Event(), threading.Event()

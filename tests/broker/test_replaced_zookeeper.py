@@ -15,6 +15,7 @@ from metamq.broker.process.server import Broker
 from metamq.errors import ConfigError, ConnectError
 from metamq.zk.cluster.brokers import BrokerState, state_json
 from metamq.zk.cluster.topics import TopicStore
+from metamq.zk.nodes import Listing
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from metamq.zk.session.session import Session
 
@@ -93,11 +94,11 @@ class ListedLate(TopicStore):
     scene: Scene
     fill: Fill | None
 
-    async def names(self, watch: Callable[[], None] | None = None) -> list[str]:
+    async def listing(self, watch: Callable[[], None] | None = None) -> Listing:
         fill, self.fill = self.fill, None
         if fill is not None:
             await self.scene.replace(fill)
-        return await super().names(watch)
+        return await super().listing(watch)
 
 
 @pytest.mark.slow

@@ -571,7 +571,7 @@ def test_a_start_that_failed_leaves_nothing_open(parts: Cluster, tmp_path: Path)
         assert local.broker.epoch > 0
 
 
-@pytest.mark.parametrize("step", ["process.server.TopicStore.names", "roles.keeper.become_master"])
+@pytest.mark.parametrize("step", ["process.server.TopicStore.listing", "roles.keeper.become_master"])
 def test_zookeeper_goes_away_in_the_middle_of_a_start(
     step: str, metamq_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from metamq.client.net.transport import BrokerConnection
@@ -52,13 +53,13 @@ def poison(codec: Codec) -> bytes:
     return bytes(batch)
 
 
-def put(running: Cluster, batches: list[bytes]) -> list[PutResult]:
+def put(running: Cluster, batches: list[bytes], topic: str = "poisoned") -> list[PutResult]:
     with running.admin() as admin:
-        topic_id = admin.topics()["poisoned"].id
+        topic_id = admin.topics()[topic].id
 
     async def send() -> Any:
         connection = await BrokerConnection.open("127.0.0.1", running.broker.port)
-        entries = [PutEntry("poisoned", topic_id, 0, len(batch)) for batch in batches]
+        entries = [PutEntry(topic, topic_id, 0, len(batch)) for batch in batches]
         try:
             return await connection.request(Command.PUT, entries, list(batches), timeout_s=60)
         finally:
@@ -121,3 +122,24 @@ def test_columns_of_batches_name_it_too(running: Cluster) -> None:
             with pytest.raises(UndecodableBatch, match="offsets 1 to 5"):
                 use()
         assert list(next(batches).values) == GOOD[1:]
+
+
+@pytest.mark.parametrize("group", [None, "bombed"])
+def test_small_batches_that_are_large_in_plain_cost_a_consumer_one_at_a_time(
+    running: Cluster, group: str | None
+) -> None:
+    """More than a gigabyte in plain, of which all fits into what a consumer fetches ahead."""
+    topic = f"bombs-of-{group}"
+    running.create_topic(topic, partitions=1)
+    bomb = bytes(columns.encode([bytes(1_000_000)] * 15, base_timestamp_us=1, codec=Codec.ZSTD))
+    assert len(bomb) < 4096
+    assert all(result.status == status.OK for result in put(running, [bomb] * 100, topic))
+    process, largest, read = psutil.Process(), 0, 0
+    before = process.memory_info().rss
+    with running.consumer(topics=[topic], group=group, start="earliest", idle_timeout_s=1) as consumer:
+        for message in consumer:
+            read += len(message.value)
+            if message.offset % 15 == 0:
+                largest = max(largest, process.memory_info().rss)
+    assert read == 1_500_000_000
+    assert largest - before < 200_000_000

@@ -56,6 +56,14 @@ def test_the_health_check_follows_the_broker(composition: Composition) -> None:
     wait_until(lambda: composition.check_health(service), what="a ready broker")
 
 
+def test_a_container_has_no_rights_and_writes_to_its_volume_only(composition: Composition) -> None:
+    for service in ("zookeeper", "broker-0", "broker-0-slave"):
+        settings = composition.container(service).attrs["HostConfig"]
+        assert (settings["ReadonlyRootfs"], settings["CapDrop"]) == (True, ["ALL"])
+        assert settings["SecurityOpt"] == ["no-new-privileges:true"]
+    assert composition.container("broker-0").exec_run(["touch", "/opt/metamq/x"]).exit_code != 0
+
+
 def test_sigterm_under_load_drains_in_time_and_loses_nothing(composition: Composition) -> None:
     with UnderLoad(composition, "stopped") as load:
         composition.compose("stop", load.master)

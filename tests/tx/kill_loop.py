@@ -1,12 +1,14 @@
 """Rounds of kills and pauses around a database, a broker and the applications that write to both.
 
 In each round somebody is killed with -9, crashes, or is paused for longer than every time-out, at a random moment of
-running transactions. Two applications are at work, and two recoverers, which fare no better.
+running transactions; ZooKeeper, too, which may also be restored from an older copy. Two applications are at work, and
+two recoverers, which fare no better.
 """
 
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from metamq.testing import BrokerProcess
+from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests.parts import wait_until
 from tests.postgres import Postgres
 from tests.tx.shop import Program, Shop
@@ -26,7 +29,8 @@ PAUSE_S = 1.2
 APPLICATIONS, RECOVERERS = 2, 2
 WEIGHTS = {
     "application killed": 40, "broker killed": 15, "database crashed": 15, "application paused": 14,
-    "recoverer killed": 5, "broker paused": 4, "recoverer paused": 4, "database paused": 3,
+    "recoverer killed": 5, "broker paused": 4, "recoverer paused": 4, "database paused": 3, "zookeeper killed": 4,
+    "zookeeper paused": 4, "zookeeper restored": 3,
 }  # fmt: skip
 
 
@@ -84,6 +88,9 @@ class KillLoop:
             self._end(programs[number])
             programs[number] = self._application() if who == "application" else self._recoverer()
             return
+        if who == "zookeeper":
+            self._disturb_zookeeper(how)
+            return
         server: Postgres | BrokerProcess = self._shop.postgres if who == "database" else self._shop.cluster.broker
         if how == "paused":
             self._pause(server.freeze, server.thaw)
@@ -93,6 +100,34 @@ class KillLoop:
         else:
             server.kill()
         server.start()
+
+    def _disturb_zookeeper(self, how: str) -> None:
+        server = self._shop.cluster.zookeeper_server
+        if how == "paused":
+            self._pause(server.freeze, server.thaw)
+        elif how == "killed":
+            server.kill()
+            server.restart()
+        else:
+            self._restore_zookeeper(server)
+
+    def _restore_zookeeper(self, server: EmbeddedZooKeeper) -> None:
+        """From before a start of the broker, which knows more, and waits for a person."""
+        assert server.data_dir is not None
+        data, copy, broker = server.data_dir / "data", self._folder / "yesterday", self._shop.cluster.broker
+        server.freeze()
+        shutil.copytree(data, copy)
+        server.thaw()
+        broker.restart()
+        broker.kill()
+        server.kill()
+        shutil.rmtree(data)
+        copy.rename(data)
+        server.restart()
+        broker.start()
+        with self._shop.cluster.admin() as admin:
+            wait_until(lambda: admin.replicas()[0].taken_back, 120, "that ZooKeeper was taken back")
+            admin.promote(0, 0, accept_loss=True)
 
     def _pause(self, freeze: Callable[[], None], thaw: Callable[[], None]) -> None:
         freeze()

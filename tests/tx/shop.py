@@ -19,10 +19,9 @@ import psycopg
 from metamq.client.net.branches import BranchDescription, TxClient
 from metamq.client.net.cluster import ClusterClient as Known
 from metamq.errors import MetamqError
-from metamq.testing import Cluster
+from metamq.testing import Cluster, cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table
 from metamq.zk.session.session import Session
-from tests.one_zookeeper import cluster
 from tests.parts import until_answered, wait_until
 from tests.postgres import Postgres, running_postgres
 

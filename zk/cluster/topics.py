@@ -23,6 +23,7 @@ from metamq.errors import ConfigError, CorruptData, TopicExists, TopicNotFound
 from metamq.zk.documents import broker_number, fields, read_document, shown
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
 from metamq.zk.names import check_node, check_topic
+from metamq.zk.nodes import Listing
 from metamq.zk.partitions import TopicPartition, configured_partitions
 from metamq.zk.session.presence import missing_cluster
 
@@ -285,10 +286,15 @@ class TopicStore:
 
     async def names(self, watch: Watcher | None = None) -> list[str]:
         """The names of all topics, sorted; `watch` is called once if a topic is created or deleted."""
-        names = await self._session.children_or_none(self._session.paths.topic_configs(), watch) or []
+        return (await self.listing(watch)).names
+
+    async def listing(self, watch: Watcher | None = None) -> Listing:
+        """As `names`, with the version of this list."""
+        found = await self._session.listing_or_none(self._session.paths.topic_configs(), watch)
+        names, version = found or Listing([], 0)
         if not names:
             await self._check_cluster(is_found=False)
-        return sorted(names)
+        return Listing(sorted(names), version)
 
     async def alter(self, topic: str, change: Callable[[TopicConfig], TopicConfig]) -> TopicConfig:
         """Replaces the configuration by `change` of it. If another client changes it first, `change` is called again.

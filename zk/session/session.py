@@ -39,7 +39,7 @@ from kazoo.protocol.states import KazooState
 
 from metamq.errors import ClosedError, ConfigError, ConnectError, MessageTooLarge
 from metamq.zk.errors import ConnectionLost, NodeExists, NoNode
-from metamq.zk.nodes import Create, Node, Op, SetData, Stat
+from metamq.zk.nodes import Create, Listing, Node, Op, SetData, Stat
 from metamq.zk.paths import DEFAULT_ROOT, Paths
 from metamq.zk.servers import parse_servers
 from metamq.zk.session.answers import commit, error_of, failure_of, node_of, stat_of, version_after
@@ -220,18 +220,27 @@ class Session:
 
         Raises NoNode, and then leaves no watch.
         """
+        return (await self.listing(path, watch)).names
+
+    async def listing(self, path: str, watch: Callable[[], None] | None = None) -> Listing:
+        """The children's names with the version of this list. Else as `children`."""
         session_id, full = self._open_session_id(), self._full(path)
         with self._watches.leaving(watch) as watching:
-            names: list[str] = await self._ask(
-                session_id, path, lambda client: client.get_children_async(full, watching.watch)
+            names, stat = await self._ask(
+                session_id, path, lambda client: client.get_children_async(full, watching.watch, include_data=True)
             )
-        return names
+        return Listing(names, stat.cversion)
 
     async def children_or_none(self, path: str, watch: Callable[[], None] | None = None) -> list[str] | None:
         """Returns the result of `children`, or None if the node does not exist; `watch` then waits for its creation."""
+        found = await self.listing_or_none(path, watch)
+        return None if found is None else found.names
+
+    async def listing_or_none(self, path: str, watch: Callable[[], None] | None = None) -> Listing | None:
+        """As `children_or_none`, with the version of the list."""
         while True:
             try:
-                return await self.children(path, watch)
+                return await self.listing(path, watch)
             except NoNode:
                 if await self.exists(path, watch) is None:
                     return None

@@ -325,6 +325,7 @@ def fuzz_task(answers: int) -> None:
     chance = random.Random(seed)
     grammar, said = Grammar(chance), Counter[str]()
     greeting = b"".join(encode_frame(1, Command.HELLO, 0, 0, GREETING))
+    before = psutil.Process().memory_info().rss
     with socket.create_server(("127.0.0.1", 0)) as listener:
         while sum(said.values()) < answers:
             frame = grammar.frame({Command.GET: ANSWERS[Command.GET]}, 1)
@@ -353,8 +354,10 @@ def fuzz_task(answers: int) -> None:
             finally:
                 connection.abort()
                 server.join(60)
-    print(dict(said))
+    grown = psutil.Process().memory_info().rss - before
+    print(f"the task grew by {grown / 1e6:.1f} MB: {dict(said)}")
     assert min(said[kind] for kind in ("taken", "refused", "broken")) > 0, f"seed {seed}"
+    assert grown < 64 * MEBIBYTE, f"seed {seed}"
 
 
 def test_a_task_takes_or_refuses_any_answer() -> None:

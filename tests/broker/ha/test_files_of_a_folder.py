@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.data.data_folder import GONE, REPLACED
-from metamq.errors import MetamqError
+from metamq.errors import Fenced, MetamqError
 from metamq.testing import BrokerProcess
 from tests.broker.ha.test_replication import Group, replica_group
-from tests.parts import http_get, read_topic, statistics, wait_until
+from tests.parts import http_get, read_topic, statistics, until_answered, wait_until
 
 KINDS = ["folder", "flushed", "epochs", "*.log", "*.index", "*.producers"]
 HAPPENS = ["removed", "emptied", "yesterdays"]
@@ -189,6 +189,21 @@ def test_at_a_broker_without_slaves(scene: Scene, tmp_path: Path) -> None:
 FILES = ["meta.json", "partitions", "lock", "topics", f"topics/{JOURNAL}@*", "topics/t@*", "topics/t@*/settings.json"]
 
 
+def spoil_one(broker: BrokerProcess, file: str, happens: str, yesterday: Path) -> None:
+    (path,) = broker.data.glob(file)
+    if path.is_dir() and happens == "emptied":
+        for entry in path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    else:
+        DOES[happens](path, yesterday / path.relative_to(broker.data))
+
+
+def start_or_end(broker: BrokerProcess) -> None:
+    """It serves, or says why it does not and ends."""
+    with contextlib.suppress(MetamqError, AssertionError, TimeoutError):
+        broker.start()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("happens", HAPPENS)
 @pytest.mark.parametrize("file", FILES)
@@ -197,14 +212,8 @@ def test_the_files_that_are_not_a_partitions(scene: Scene, tmp_path: Path, file:
     broker = scene.group.replicas[0]
     make_history(scene, broker, ["t"], tmp_path / "yesterday")
     broker.kill()
-    (path,) = broker.data.glob(file)
-    if path.is_dir() and happens == "emptied":
-        for entry in path.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    else:
-        DOES[happens](path, tmp_path / "yesterday" / path.relative_to(broker.data))
-    with contextlib.suppress(MetamqError, AssertionError, TimeoutError):
-        broker.start()
+    spoil_one(broker, file, happens, tmp_path / "yesterday")
+    start_or_end(broker)
     before = list(scene.acknowledged["t"])
     if not broker.running:
         assert "meta.json" in broker.log_path.read_text()
@@ -216,3 +225,68 @@ def test_the_files_that_are_not_a_partitions(scene: Scene, tmp_path: Path, file:
         return
     assert scene.acknowledged["t"] == before or f"{JOURNAL}" in text
     assert os.path.exists(broker.data)
+
+
+def of_replicas() -> list[object]:
+    """Each file with one thing that happens to it; with the others in the long run."""
+    return [
+        pytest.param(file, happens, marks=pytest.mark.slow if number % len(HAPPENS) == place else pytest.mark.long)
+        for number, file in enumerate(FILES)
+        for place, happens in enumerate(HAPPENS)
+    ]
+
+
+@pytest.mark.parametrize(("file", "happens"), of_replicas())
+def test_the_files_that_are_not_a_partitions_at_a_slave(scene: Scene, tmp_path: Path, file: str, happens: str) -> None:
+    """It is promoted, with all that was acknowledged, or refused; then it copies from its master what it lacks."""
+    group = scene.group
+    slave = group.add_slave()
+    group.wait_insync(0, 1)
+    make_history(scene, slave, ["t"], tmp_path / "yesterday")
+    group.wait_equal(0, 1)
+    master = group.replicas[0]
+    group.lose_master(master.kill, 1)
+    slave.kill()
+    spoil_one(slave, file, happens, tmp_path / "yesterday")
+    start_or_end(slave)
+    if not slave.running:
+        assert "meta.json" in slave.log_path.read_text()
+        master.start()
+        assert scene.stored(0, "t") == scene.acknowledged["t"]
+        return
+    try:
+        until_answered(lambda: group.promote_once(1))
+    except Fenced:
+        master.start()
+        group.wait_insync(0, 1)
+        group.promote(1)
+    else:
+        if "t/0-0" not in http_get(slave.http_port, "/readyz")[1]:
+            assert scene.stored(1, "t") == scene.acknowledged["t"]
+        master.start()
+    group.wait_insync(0, 1, master=1)
+    group.wait_equal(0, 1)
+    assert scene.stored(1, "t") == scene.acknowledged["t"]
+
+
+@pytest.mark.parametrize(("file", "happens"), of_replicas())
+def test_the_files_that_are_not_a_partitions_at_a_master_whose_slave_is_in_sync(
+    scene: Scene, tmp_path: Path, file: str, happens: str
+) -> None:
+    group = scene.group
+    group.add_slave()
+    group.wait_insync(0, 1)
+    master = group.replicas[0]
+    make_history(scene, master, ["t"], tmp_path / "yesterday")
+    group.wait_equal(0, 1)
+    group.lose_master(master.kill, 1)
+    spoil_one(master, file, happens, tmp_path / "yesterday")
+    start_or_end(master)
+    scene.try_to_send(["t"], "into the gap?")
+    group.promote(1)
+    if master.running:
+        group.wait_insync(0, 1, master=1)
+        group.wait_equal(0, 1)
+    else:
+        assert "meta.json" in master.log_path.read_text()
+    assert scene.stored(1, "t") == scene.acknowledged["t"]

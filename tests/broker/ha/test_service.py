@@ -291,6 +291,29 @@ def test_nobody_is_added_while_a_log_is_damaged_at_the_master_but_who_was_in_syn
         asyncio.run(scene())
 
 
+def test_what_a_slave_in_sync_has_and_its_master_lacks_is_damage_at_the_master(tmp_path: Path) -> None:
+    """The master's folder was emptied, say. One that is not in sync says nothing of what was acknowledged."""
+
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        told: list[tuple[Any, MetamqError]] = []
+        master.service.failed = lambda partition, error: told.append((partition, error))
+        member = await in_sync(master)
+        master.service.closed_by_slave(member.link, "it was killed")
+        more = sync.AttachPartition(1, TOPIC.topic, TOPIC.id, 0, 0, 0, 5, 800, 3, [(EPOCH, 0, 0)])
+        for slave, is_damage in ((Slave(master.service, replica=2), False), (Slave(master.service), True)):
+            slave.says(sync.Attach(sync.ATTACH, EPOCH, [more]))
+            assert bool(told) == is_damage
+        ((partition, error),) = told
+        assert partition is master.partition
+        assert isinstance(error, CorruptData)
+        assert "replica 1 is in sync and has what this log lacks" in str(error)
+        assert "Promote replica 1" in error.hint
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
+
+
 def test_what_a_slave_was_before_it_lost_something_is_not_waited_for(tmp_path: Path) -> None:
     async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
         master = await make()
