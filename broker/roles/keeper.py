@@ -33,7 +33,6 @@ from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout
 from metamq.zk.cluster.brokers import BrokerState, Mastership, StateAt, become_master, known, master_of, read_state
 from metamq.zk.cluster.epochs import KnownState, taken_back
-from metamq.zk.cluster.failover import begin_failover, check_mode
 from metamq.zk.cluster.offers import register_slave_topics, register_topics
 from metamq.zk.cluster.replicas import Refused, Unknown, change_insync, had_slaves, register_slave, slaves_of, take_over
 from metamq.zk.session.lease import Lease
@@ -281,8 +280,7 @@ class RoleKeeper:
             deposed=self.look_again,
             failed=self._log_failed,
         )
-        if self._config.failover:
-            await begin_failover(self._session, registration.broker_id, check_mode(self._config.failover))
+        await self.successor.begin_mode(self._config.failover)
         self._taken = None  # from here on the replica may answer clients in this epoch
         transfer = GroupTransferService(registration.broker_id, service, self._may_believe)
         self._exchange(MasterRole(mastership.epoch, service, transfer, transactions), refusal)
@@ -397,9 +395,9 @@ class RoleKeeper:
     async def promote(self, asked: Promote, noticed: Noticed | None = None) -> Mastership:
         """Makes this replica the master: an operator, a master that stops, or this replica's Successor asks for it.
 
-        It takes over from a living master when it holds all messages. It does not wait for a master that is dead or
-        hangs. Raises Fenced if it is not in the in-sync set, unless `accept_loss`; the refusal of a living master; and
-        ConnectError if ZooKeeper does not answer. `noticed`: this replica decided it by itself, under that epoch.
+        It takes over from a living master when it holds all messages, and does not wait for one that is dead or hangs.
+        `noticed`: it decided that by itself. Raises Fenced if it is not in the in-sync set, unless `accept_loss`; the
+        refusal of a living master; and ConnectError if ZooKeeper does not answer.
         """
         since = asyncio.get_running_loop().time() if noticed is None else noticed.since
         async with self._settling:

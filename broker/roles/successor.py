@@ -29,7 +29,7 @@ from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, NotEnoughReplicas
 from metamq.wire.commands import Command, Promote
 from metamq.zk.cluster.brokers import BrokerState, master_of, read_state
-from metamq.zk.cluster.failover import Switch, change_failover, read_failover, with_switch
+from metamq.zk.cluster.failover import Switch, begin_failover, change_failover, check_mode, read_failover, with_switch
 from metamq.zk.cluster.replicas import slaves_of
 from metamq.zk.session.watches import OneWatch
 
@@ -155,6 +155,11 @@ class Successor:
         """Notes the time of new automatic switches. Those before the start of this process count as old."""
         known, unknown = ({}, LONG_AGO) if self._seen is None else (self._seen, now)
         self._seen = {one.epoch: known.get(one.epoch, unknown) for one in failover.switches if one.is_automatic}
+
+    async def begin_mode(self, mode: str) -> None:
+        """Gives a broker id that has no mode of failover yet this one; "": none. Raises ConnectionLost."""
+        if mode:
+            await begin_failover(self._session, self._registration().broker_id, check_mode(mode))
 
     # -- a master -----------------------------------------------------------------------------------------------------
 

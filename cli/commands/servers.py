@@ -22,6 +22,7 @@ from metamq.cli.show.units import DURATION, SIZE, Parsed, as_written, parse_ms
 from metamq.client.settings import load
 from metamq.errors import ConfigError
 from metamq.private_files import restrict_process
+from metamq.zk.cluster.failover import MODES
 from metamq.zk.server.embedded import MEMORY_VARIABLE
 from metamq.zk.server.jars import find_jars
 
@@ -51,6 +52,8 @@ _SETTINGS = (
      "Interval of the checks of retention and free disk space.  [30s]"),
     ("--drain-timeout", "drain_timeout_s", SECONDS,
      "When the broker stops, wait this long for requests in progress.  [10s]"),
+    ("--failover", "failover", click.Choice(MODES),
+     "Failover of the broker id if it has no mode yet: auto, or manual. Later use `metamq ha failover`.  [manual]"),
     ("--insync-lag", "insync_lag_ms", DURATION,
      "A slave that delays writes for this time leaves the in-sync set.  [5s]"),
     ("--replication-rate", "replication_bytes_per_s", SIZE, "Bytes per second to each slave; 0 is no limit.  [0]"),
