@@ -23,6 +23,7 @@ class Holder(Protocol):
 
     def count_unread(self) -> int:
         """Counts its unread bytes, and passes their memory to AnswerMemory.holds(). Returns the bytes."""
+        ...
 
     def give_up(self) -> None:
         """Closes the connection. It holds no memory from now on."""

@@ -52,13 +52,16 @@ class ServingRole(Protocol):
     @property
     def is_master(self) -> bool:
         """True if only this replica knows the ends of its logs for certain."""
+        ...
 
     @property
     def epoch(self) -> int:
         """The epoch of its logs."""
+        ...
 
     def preferred_replica(self, partition: Partition, position: int) -> int:
         """Returns the replica that a reader at this byte asks next; -1 is this one."""
+        ...
 
     def found_damage(self, partition: Partition, error: CorruptData) -> None:
         """Reports a log that could not be read."""
@@ -88,7 +91,7 @@ class _Place:
         self.offset: int | None = None
         self.start_position = 0
         """The position from which `bytes_min` counts bytes."""
-        self.seen = (-1, -1)
+        self.seen: tuple[int, int] = (-1, -1)
         """The stable offset and position at the last answer."""
 
     def arm(self, offset: int) -> bool:

@@ -27,10 +27,12 @@ class InsyncSet(Protocol):
     @property
     def insync_count(self) -> int:
         """Members of the in-sync set, the master included."""
+        ...
 
     @property
     def alone(self) -> bool:
         """True if no other replica's acknowledgement is required."""
+        ...
 
 
 class GroupTransferService:

@@ -47,14 +47,17 @@ class LinkOwner(Protocol):
     @property
     def incarnation(self) -> int:
         """The present incarnation of this replica."""
+        ...
 
     @property
     def full(self) -> Callable[[], DiskFull | None]:
         """Returns the reason why nothing can be stored now."""
+        ...
 
     @property
     def followed(self) -> Callable[[int], None]:
         """Stores a generation that all logs have followed to."""
+        ...
 
     def holds_stable(self, partition: Partition) -> None:
         """Called when a partition holds all messages that are stable at the master."""

@@ -234,7 +234,7 @@ class InputSender:
         if self._separator is not None:
             keys, values = split_keys(lines, self._separator)
         elif self._key is not None:
-            keys = [self._key] * len(lines)
+            keys = [self._key for _ in lines]
         if self._headers is None and self._partition is None:
             try:
                 self._pending.append((self._producer.send_many(self._topic, values, keys), len(values)))

@@ -23,6 +23,7 @@ class View(Protocol):
 
     def publish_soon(self, group: str, places: Places) -> concurrent.futures.Future[None]:
         """Begins to set the group's offsets."""
+        ...
 
 
 class Publisher:

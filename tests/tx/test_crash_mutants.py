@@ -60,7 +60,8 @@ def look_from_where_it_was_appended_first(patch: Patch, _own: DiskOs) -> None:
 
     def noted(self: CommitApplier, committed: CommittedBranch, present: Any = None) -> int:
         for body in committed.bodies.values() if present is None else []:
-            partition = self._topics.find(*body.place.key)
+            place = body.place
+            partition = self._topics.find(place.topic, place.topic_id, place.partition)
             hints.setdefault((committed.first_batch_id, key_of(partition)), partition.log.end_position)
         return apply(self, committed, present)
 

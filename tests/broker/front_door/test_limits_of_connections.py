@@ -297,4 +297,5 @@ def test_both_ends_ask_the_kernel_whether_the_other_is_there(start: Start, conne
     local = start()
     connect_to(local.port)
     (connection,) = local.broker._connections
+    assert connection._transport is not None
     assert connection._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
