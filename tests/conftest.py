@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import leftovers, one_zookeeper, zygote
+from tests import kinds, leftovers, one_zookeeper, zygote
 from tests.postgres import running_postgres
 
 settings.register_profile("untimed", deadline=None)  # how fast it is, the bench says
@@ -27,6 +27,7 @@ LEFT_OUT = {
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin of its own: a conftest is not asked about what belongs to the session."""
     config.pluginmanager.register(leftovers, "leftovers")
+    config.pluginmanager.register(kinds, "kinds")
     zygote.install()
 
 
