@@ -4,13 +4,16 @@ leaves anything behind."""
 from __future__ import annotations
 
 import gc
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests import kinds, leftovers, one_zookeeper, zygote
+from tests.parts import make_chroot
 from tests.postgres import running_postgres
 
 settings.register_profile("untimed", deadline=None)  # how fast it is, the bench says
@@ -42,6 +45,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     them over from here on."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def zookeeper() -> Iterator[EmbeddedZooKeeper]:
+    """A server shared by all tests; not to be stopped by any of them."""
+    with EmbeddedZooKeeper() as server:
+        yield server
+
+
+@pytest.fixture
+def servers(zookeeper: EmbeddedZooKeeper) -> str:
+    """The shared server's address with a chroot that only this test has."""
+    return make_chroot(f"{zookeeper.address}/{uuid.uuid4().hex}")
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
+import psutil
+
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.server import Broker
 from metamq.client.net.paged_requests import ask_statistics
@@ -42,6 +44,10 @@ def wait_until(condition: Callable[[], object], limit_s: float = SLOW_S, what: s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {limit_s:g} s"
         time.sleep(0.01)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in processes)
 
 
 def until_answered(ask: Callable[[], T], limit_s: float = SLOW_S) -> T:

@@ -24,16 +24,11 @@ from metamq.testing import Cluster
 from metamq.tx import TM, Vote, XACode, XAResource, Xid
 from metamq.wire.xa import Verb
 from tests.one_zookeeper import cluster
-from tests.parts import read_to_end, until_answered, wait_until
+from tests.parts import until_answered, wait_until
 from tests.tx.both_faces import FACES, in_time, resource, same_rm
+from tests.tx.databases import messages as seen
 
 Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Cluster]:
-    with cluster() as made:
-        yield made
 
 
 @pytest.fixture
@@ -59,11 +54,6 @@ def opened(running: Cluster, face: str) -> Iterator[Open]:
     yield one
     for each in made:
         each.close()
-
-
-def seen(running: Cluster, topic: str) -> list[bytes]:
-    with running.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
-        return sorted(message.value for message in read_to_end(consumer))
 
 
 def code_of(call: Callable[[], object]) -> int:
