@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from metamq.errors import ConnectError, ProtocolError
 from metamq.testing import Cluster
 from metamq.wire import status
 from metamq.wire.commands import Command, GetPartition, OffsetsEntry, PutEntry
-from tests.broker.front_door.conftest import batch_of, get
+from tests.broker.front_door.conftest import batch_of, get, sweep
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, wait_until
 
@@ -51,18 +50,6 @@ def start(running: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         yield lambda **settings: stack.enter_context(
             LocalBroker(running.zookeeper, tmp_path / "b", id=next(IDS), **settings)
         )
-
-
-def sweep(local: LocalBroker) -> None:
-    done = threading.Event()
-
-    def run() -> None:
-        for connection in list(local.broker._connections):
-            connection.sweep()
-        done.set()
-
-    local.loop.call_soon_threadsafe(run)
-    assert done.wait(60)
 
 
 def filled(running: Cluster, local: LocalBroker, connect_to: Connect) -> Any:
@@ -305,4 +292,5 @@ def test_both_ends_ask_the_kernel_whether_the_other_is_there(start: Start, conne
     local = start()
     connect_to(local.port)
     (connection,) = local.broker._connections
+    assert connection._transport is not None
     assert connection._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
