@@ -64,9 +64,10 @@ class Group:
     async def _is_steady(self) -> bool:
         stored = await read_plan(self._session, GROUP)
         members = await read_members(self._session, GROUP)
-        if stored is None or set(stored.plan.inputs.members) != set(members) or len(members) != len(self.processes):
+        plan = stored and stored.plan
+        if plan is None or set(plan.inputs.members) != set(members) or len(members) != len(self.processes):
             return False
-        return await owned_partitions(self._session, GROUP) == stored.plan.assignment
+        return await owned_partitions(self._session, GROUP) == plan.assignment
 
     async def _members_are(self, wanted: Callable[[set[int]], bool]) -> float:
         """Waits until the members' process ids are as wanted; returns the time."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import latency
 import psutil
@@ -90,7 +91,7 @@ def throughput(both: Pair, rounds: int, say: Say) -> list[dict[str, float]]:
     rows = []
     with both.cluster.admin() as admin:
         for size in BYTES:
-            rates: dict[str, list[float]] = {"async": [], "sync": []}
+            rates: dict[Literal["async", "sync"], list[float]] = {"async": [], "sync": []}
             for _ in range(rounds):
                 for mode, found in rates.items():
                     topic = f"{mode}-{size}-{time.monotonic_ns()}"

@@ -107,7 +107,7 @@ def scans(running: Cluster, spark: Any, size: int, rounds: int, say: Say) -> dic
             scan()
     measured = []
     for _ in range(rounds):
-        turns = [(ours(), sent(), limit())]
+        turns: list[tuple[float, ...]] = [(ours(), sent(), limit())]
         reverse = (limit(), sent(), ours())
         turns.append(reverse[::-1])
         for rate, through, most in turns:

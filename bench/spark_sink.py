@@ -63,6 +63,5 @@ def measure(running: Cluster, spark: Any, rounds: int, say: Say) -> dict[str, fl
         least, exactly = rates["at_least_once"], rates["exactly_once"]
         measured.append({**rates, "least_to_noop": least / rates["noop"], "exactly_to_least": exactly / least})
         say("sink: " + ", ".join(f"{way} {rate / 1e6:.2f} M rows/s" for way, rate in rates.items()))
-    return {"value_bytes": VALUE_BYTES} | {
-        name: statistics.median(one[name] for one in measured) for name in measured[0]
-    }
+    medians = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    return {"value_bytes": VALUE_BYTES, **medians}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any, NamedTuple
 
 import aiosqlite
 import asyncpg
-import psycopg
+import psycopg.conninfo
 import pytest
+
+from tests.postgres import new_schema
 
 ASYNCIO_DRIVERS = ["psycopg", "asyncpg", "aiosqlite"]
 
@@ -57,10 +58,9 @@ def aio_database(driver: str, request: pytest.FixtureRequest, folder: Path) -> A
         return AioDatabase(
             driver, lambda: aiosqlite.connect(path, timeout=60), lambda: sqlite3.connect(path, timeout=60)
         )
-    server, schema = request.getfixturevalue("postgres"), f"test_{uuid.uuid4().hex}"
+    server = request.getfixturevalue("postgres")
+    schema = new_schema(server)
     options = f"-c search_path={schema}"
-    with psycopg.connect(server) as connection:
-        connection.execute(f"CREATE SCHEMA {schema}")
     opened: dict[str, Callable[[], Awaitable[Any]]] = {
         "psycopg": lambda: psycopg.AsyncConnection.connect(server, options=options),
         "asyncpg": lambda: open_asyncpg(server, search_path=schema),

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import gc
 import signal
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests import leftovers, one_zookeeper, zygote
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from tests import kinds, leftovers, one_zookeeper, zygote
+from tests.parts import make_chroot
 from tests.postgres import running_postgres
 
 settings.register_profile("untimed", deadline=None)  # how fast it is, the bench says
@@ -28,6 +31,7 @@ LEFT_OUT = {
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin of its own: a conftest is not asked about what belongs to the session."""
     config.pluginmanager.register(leftovers, "leftovers")
+    config.pluginmanager.register(kinds, "kinds")
     # `./dev test &` in a script ignores SIGINT, `nohup ./dev test` SIGHUP; the processes of tests would inherit that.
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -46,6 +50,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     them over from here on."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def zookeeper() -> Iterator[EmbeddedZooKeeper]:
+    """A server shared by all tests; not to be stopped by any of them."""
+    with EmbeddedZooKeeper() as server:
+        yield server
+
+
+@pytest.fixture
+def servers(zookeeper: EmbeddedZooKeeper) -> str:
+    """The shared server's address with a chroot that only this test has."""
+    return make_chroot(f"{zookeeper.address}/{uuid.uuid4().hex}")
 
 
 @pytest.fixture(scope="session")

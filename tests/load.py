@@ -81,14 +81,15 @@ class Load:
     def note(self, values: list[bytes], delivery: Delivery | ManyDelivery, timeout_s: float) -> None:
         """Notes what a delivery says of its messages."""
         try:
-            result = delivery.result(timeout_s)
+            if isinstance(delivery, Delivery):
+                receipt = delivery.result(timeout_s)
+                self.told.acknowledged[values[0]] = receipt.partition, receipt.offset
+                return
+            ranges = delivery.result(timeout_s)
         except MetamqError as error:
             self.told.failed.update((value, error) for value in values)
             return
-        if isinstance(delivery, Delivery):
-            self.told.acknowledged[values[0]] = result.partition, result.offset
-            return
-        places = [(r.partition, r.offset + i) for r in result for i in range(r.count)]
+        places = [(r.partition, r.offset + i) for r in ranges for i in range(r.count)]
         assert len(places) == len(values)
         self.told.acknowledged.update(zip(values, places, strict=True))
 

@@ -12,7 +12,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+
+import psutil
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.server import Broker
@@ -44,6 +46,10 @@ def wait_until(condition: Callable[[], object], limit_s: float = SLOW_S, what: s
         time.sleep(0.01)
 
 
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in processes)
+
+
 def until_answered(ask: Callable[[], T], limit_s: float = SLOW_S) -> T:
     """What is answered. A client does not know at once that a broker is back, which it says by a ConnectError."""
     deadline = time.monotonic() + limit_s
@@ -61,6 +67,12 @@ def is_at_end(consumer: Consumer[Any]) -> bool:
         lag = consumer.lag()
         return bool(lag) and lag.keys() == consumer.health().partitions.keys() and not any(lag.values())
     return False
+
+
+def idle_reason(consumer: Consumer[Any]) -> str | None:
+    """Why it has no partitions, as its health says."""
+    group = consumer.health().group
+    return group.idle_reason if group is not None else None
 
 
 def read_to_end(consumer: Consumer[Any]) -> list[Message[Any]]:
@@ -261,7 +273,7 @@ class Line:
         for thread in self._threads:
             thread.join(SLOW_S)
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

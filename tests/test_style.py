@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,15 +34,23 @@ def text_files() -> Iterator[Path]:
             yield path
 
 
-FILES = {str(path.relative_to(ROOT)): path.read_text() for path in text_files()}
-MODULES = {name: ast.parse(text, name) for name, text in FILES.items() if name.endswith(".py")}
+@cache  # not at the import: each worker of pytest-xdist imports each module
+def files() -> dict[str, str]:
+    return {str(path.relative_to(ROOT)): path.read_text() for path in text_files()}
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, ast.Module]:
+    return {name: ast.parse(text, name) for name, text in files().items() if name.endswith(".py")}
+
+
 PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")}
 
 
 def lines_with(pattern: re.Pattern[str]) -> list[str]:
     return [
         f"{name}:{number}: {line.strip()}"
-        for name, text in FILES.items()
+        for name, text in files().items()
         for number, line in enumerate(text.splitlines(), 1)
         if pattern.search(line)
     ]
@@ -57,21 +66,21 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_the_tree_was_found() -> None:
-    assert {"dev", "pyproject.toml", "metamq/errors.py", "tests/test_style.py"} <= FILES.keys()
+    assert {"dev", "pyproject.toml", "metamq/errors.py", "tests/test_style.py"} <= files().keys()
 
 
-def test_folders_of_the_product_have_few_files() -> None:
-    folders = Counter(str(Path(name).parent) for name in MODULES if not name.endswith("/__init__.py"))
+def test_folders_of_the_product_have_few_files(modules: dict[str, ast.Module]) -> None:
+    folders = Counter(str(Path(name).parent) for name in modules if not name.endswith("/__init__.py"))
     packages = {folder: files for folder, files in folders.items() if folder.split("/")[0] in PACKAGES}
     assert packages["client/net"] > 5
     assert {folder: files for folder, files in packages.items() if files > FOLDER_FILES_MAX} == {}
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_a_class_name_means_one_thing(modules: dict[str, ast.Module]) -> None:
     """The blocking and the asyncio API have the same names, in files of which one begins with `aio_`."""
     names = Counter(
         node.name
-        for name, module in MODULES.items()
+        for name, module in modules.items()
         if name.split("/")[0] in PACKAGES and not Path(name).name.startswith("aio_")
         for node in ast.walk(module)
         if isinstance(node, ast.ClassDef)
@@ -80,24 +89,24 @@ def test_a_class_name_means_one_thing() -> None:
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
-def test_files_are_short() -> None:
-    lengths = {name: FILES[name].count("\n") for name in MODULES}
+def test_files_are_short(modules: dict[str, ast.Module]) -> None:
+    lengths = {name: files()[name].count("\n") for name in modules}
     assert {name: lines for name, lines in lengths.items() if lines > FILE_LINES_MAX} == {}
 
 
-def test_functions_are_short() -> None:
+def test_functions_are_short(modules: dict[str, ast.Module]) -> None:
     lengths = {
         f"{name}:{node.lineno} {node.name}": code_lines(node)
-        for name, module in MODULES.items()
+        for name, module in modules.items()
         for node in ast.walk(module)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: lines for name, lines in lengths.items() if lines > FUNCTION_LINES_MAX} == {}
 
 
-def test_every_module_says_what_it_owns() -> None:
+def test_every_module_says_what_it_owns(modules: dict[str, ast.Module]) -> None:
     silent = [
-        name for name, module in MODULES.items() if name.split("/")[0] in PACKAGES and not ast.get_docstring(module)
+        name for name, module in modules.items() if name.split("/")[0] in PACKAGES and not ast.get_docstring(module)
     ]
     assert silent == []
 

@@ -15,7 +15,7 @@ import pytest
 from metamq.errors import Timeout
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.server.ports import free_port
-from tests.parts import wait_until
+from tests.parts import gone, wait_until
 
 
 def test_a_broker_that_ended_by_itself_is_no_trouble_at_the_end() -> None:
@@ -37,10 +37,6 @@ def test_a_broker_that_never_serves_is_given_up(tmp_path: Path) -> None:
 
 def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in processes)
 
 
 def test_a_cluster_dies_with_its_process(metamq_cluster: Cluster) -> None:

@@ -108,7 +108,7 @@ class _Place:
         self.offset: int | None = None
         self.start_position = 0
         """The position from which `bytes_min` counts bytes."""
-        self.seen = (-1, -1)
+        self.seen: tuple[int, int] = (-1, -1)
         """The stable offset and position at the last answer."""
 
     def arm(self, offset: int) -> bool:

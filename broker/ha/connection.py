@@ -54,9 +54,11 @@ class Wire(Protocol):
     @property
     def writable(self) -> bool:
         """True if the write buffer is below its mark. When it falls below, HAConnection.pump() is called."""
+        ...
 
     def push(self, header: object, bodies: list[Buffer] | None = None) -> int:
         """Sends a SYNC frame that is no answer; returns its size."""
+        ...
 
     def close(self) -> None:
         """Closes the connection when all written bytes are sent."""

@@ -50,6 +50,7 @@ class Appender(Protocol):
 
     def append(self, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None) -> int:
         """Appends a batch; returns its end. Raises StorageError, CorruptData, and the partition's closing error."""
+        ...
 
     def when_durable(self, partition: Partition, end_offset: int, done: Done) -> None:
         """Calls `done` when every in-sync replica has flushed it, or with the error why this is unknown."""
@@ -194,11 +195,13 @@ class Follower:
             if self._position >= log.stable_position:
                 return self.retained
             run = log.read_position(self._position, READ_BYTES)
+            reached = self._position
             for at, header in walk(run.data):
                 if header.base_offset >= log.stable_offset:
                     break
                 self.retained.apply(_entry(run.data[at : at + header.size], header, self._position + at))
                 reached = self._position + at + header.size
+            assert reached > self._position  # else this would never end
             self._position = reached
             await asyncio.sleep(0)
 

@@ -87,5 +87,5 @@ class TransactionTerm:
         earlier epoch does not count: it may be cut, together with the rewritten records before it."""
         self.memory_lsn = store.journal.mark.needed_lsn
         """The LSN from which on the journal has all remembered outcomes, when its present entries are durable."""
-        self.written_down = 0, -1
+        self.written_down: tuple[int, int] = 0, -1
         """The journal's size and `needed_lsn` when the needed records of its older half were last rewritten."""

@@ -52,7 +52,7 @@ class OffsetFinder:
 
     def __init__(self, cluster: ClusterClient, start: Start) -> None:
         self._cluster = cluster
-        self._start = start
+        self._start: Start = start
         self._recreated: set[tuple[str, str]] = set()
         """The (topic, topic id) of topics that were logged, once and not for each partition."""
         self._waiting: dict[_Question, dict[TopicPartition, list[asyncio.Future[OffsetsResult]]]] = {}

@@ -54,6 +54,7 @@ class AssignmentHandler(Protocol):
         Returns the last position to commit (offset of the next message, epoch) for each, or None if there is nothing to
         commit. Calls for different partitions may overlap.
         """
+        ...
 
     def lost(self, partitions: Sequence[TopicPartition]) -> None:
         """Stops at once, and commits nothing: other members may own the partitions. Also ends a running `revoke`."""
@@ -67,6 +68,7 @@ class Assignment(Protocol):
 
     async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, MetamqError]:
         """Commits. Returns what was refused."""
+        ...
 
     def partition_names(self, topic: str) -> Sequence[str] | None:
         """Returns the known partitions of a topic: None if they are not known, empty if the topic does not exist."""

@@ -70,6 +70,7 @@ class OffsetStorage(Protocol):
         A claim is refused with OwnershipLost if the storage knows a later one. Raises MetamqError if the storage cannot
         be reached.
         """
+        ...
 
     async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, CommitOutcome]:
         """Commits each request on its own; at most one per partition at a time.
@@ -77,6 +78,7 @@ class OffsetStorage(Protocol):
         Returns for each partition the claim after the commit, or the error if the commit was refused: OwnershipLost, or
         an error with `outcome` "unknown", after which it may be repeated with the same claim.
         """
+        ...
 
     async def close(self) -> None:
         """Closes connections and files. May be called twice."""

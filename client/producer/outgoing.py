@@ -93,6 +93,7 @@ class DeliveryOwner(Protocol):
 
     def is_loop_thread(self) -> bool:
         """Returns True in the thread of the producer's loop, which must not wait for a delivery."""
+        ...
 
     def check_not_inside(self) -> None:
         """Raises ConfigError in code that interrupts a `send` of this thread (a signal handler) and must not wait."""

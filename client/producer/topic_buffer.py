@@ -116,13 +116,15 @@ def add_message(
     index = len(values)
     if key is not None or batch.keys is not None:
         if batch.keys is None:
-            batch.keys = [None] * index
+            no_keys: list[bytes | None] = [None] * index
+            batch.keys = no_keys
         elif len(batch.keys) > index:
             align_columns(batch)
         batch.keys.append(key)
     if headers or batch.headers is not None:
         if batch.headers is None:
-            batch.headers = [None] * index
+            no_headers: list[Headers | None] = [None] * index
+            batch.headers = no_headers
             batch.size += index * HEADERS_OVERHEAD_BYTES
         elif len(batch.headers) > index:
             align_columns(batch)

@@ -143,6 +143,6 @@ def check_sink_columns(columns: Sequence[tuple[str, str]], topic: str | None) ->
 def _type_hint(name: str, allowed: tuple[str, ...]) -> str:
     if name == "partition":
         return "It has to be a string, as in '0-3': broker id and index, as everywhere in metamq."
-    if len(allowed) > 1:
-        return f"It has to be {' or '.join(allowed)}: use cast({name} as string), or to_json(…)."
-    return f"It has to be {allowed[0]}."
+    if len(allowed) == 1:
+        return f"It has to be {allowed[0]}."
+    return f"It has to be {' or '.join(allowed)}: use cast({name} as string), or to_json(…)."

@@ -82,7 +82,7 @@ class ArrowBatches:
 
 def _constant(value: object) -> Maker:
     """Returns a maker of a column with one value: all batches share one array, and most of them one slice of it."""
-    whole: pa.Array | None = None
+    whole: Any = None
     part: pa.Array | None = None
 
     def make(decoded: Columns, _header: BatchHeader, kind: pa.DataType) -> pa.Array:

@@ -98,6 +98,7 @@ def kill_while_it_starts(broker: BrokerProcess, when: str, choice: random.Random
     broker.freeze()  # so that it comes no further while it is looked at
     process = broker._process
     assert process is not None
+    assert process.stdout is not None
     is_ready = select.select([process.stdout], [], [], 0)[0]
     stage = "ready" if is_ready else "in recovery" if opens_logs(broker) else "starting"
     broker.kill()

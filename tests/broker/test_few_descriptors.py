@@ -17,7 +17,7 @@ from metamq.broker.front_door.admission import SLOTS_KEPT
 from metamq.broker.process.server import OPEN_FILES_LEAST, shares
 from metamq.errors import ConfigError, MetamqError
 from metamq.testing import BrokerProcess, Cluster
-from metamq.zk.cluster.topics import FlushEvery, TopicConfig
+from metamq.zk.cluster.topics import Flush, FlushEvery, TopicConfig
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, http_get, read_topic, statistics, wait_until
 
@@ -60,7 +60,7 @@ def one_to_each(producer: Producer, topic: TopicConfig, broker_id: int, partitio
 
 
 def create(admin: Admin, name: str, partitions: int, broker_id: int, flush: str = "1s", **more: Any) -> TopicConfig:
-    policy = FlushEvery(ms=60_000) if flush == "1s" else flush
+    policy: Flush = FlushEvery(ms=60_000) if flush == "1s" else "ack"
     return admin.create_topic(
         name, partitions=partitions, brokers=[broker_id], flush=policy, timeout_s=4 * SLOW_S, **more
     )

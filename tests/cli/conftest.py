@@ -103,7 +103,7 @@ def process(running: Cluster) -> Iterator[Callable[..., subprocess.Popen[bytes]]
 
     def start(*arguments: object, **settings: Any) -> subprocess.Popen[bytes]:
         environment = {**unset(os.environ), "METAMQ_ZOOKEEPER": running.zookeeper, **settings.pop("env", {})}
-        child = subprocess.Popen(
+        child: subprocess.Popen[Any] = subprocess.Popen(
             [*COMMAND, *map(str, arguments)],
             env=environment,
             **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **settings},

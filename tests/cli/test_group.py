@@ -9,6 +9,7 @@ from typing import Any
 
 from metamq import FileOffsets
 from metamq.testing import Cluster
+from tests.parts import idle_reason
 
 Metamq = Callable[..., Any]
 Until = Callable[..., None]
@@ -66,7 +67,7 @@ def test_a_member_without_partitions_is_pointed_out(metamq: Metamq, running: Clu
     reason = "2 members share 1 partition of 1 topic, by strategy range"
     one = running.consumer(group=topic, topics=[topic], consumer_id="one")
     with one, running.consumer(group=topic, topics=[topic], consumer_id="two") as two:
-        until(lambda: two.health().group.idle_reason == reason)
+        until(lambda: idle_reason(two) == reason)
         until(lambda: one.assignment)
         assert metamq("group", "describe", topic).text.splitlines()[-1] == f"two has no partition: {reason}"
         members = metamq("group", "describe", topic, "-o", "json").json[0]["members"]
@@ -85,7 +86,7 @@ def test_a_member_whose_topic_was_deleted_is_advised_to_make_it_again(
 ) -> None:
     with running.consumer(group=topic, topics=[topic], consumer_id="one") as consumer:
         metamq("topic", "delete", topic, "--yes")
-        until(lambda: consumer.health().group.idle_reason)
+        until(lambda: idle_reason(consumer))
         findings = metamq("doctor", "-o", "json").json
     (found,) = [finding for finding in findings if finding["what"] == f"group {topic}"]
     assert found["detail"] == f"1 member, 0 partitions owned; one has no partition: none of its topics exists: {topic}"

@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.parts import http_get, read_to_end, wait_until
 TOPIC = "flights"
 BEFORE, AFTER = 30, 40
 """More come after the loss than were there, so that no offset that was read is beyond the end."""
-SETTINGS = {"session_timeout_ms": SESSION_MS, "insync_lag_ms": LAG_MS}
+SETTINGS: dict[str, Any] = {"session_timeout_ms": SESSION_MS, "insync_lag_ms": LAG_MS}
 
 
 @pytest.fixture

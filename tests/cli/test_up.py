@@ -22,6 +22,7 @@ from metamq.zk.errors import ConnectionLost
 from metamq.zk.nodes import Create
 from metamq.zk.server.ports import free_port
 from metamq.zk.session.session import Session
+from tests.parts import gone
 
 Metamq = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -55,10 +56,6 @@ class Up:
 def free_ports() -> list[object]:
     """So that a cluster of the developer's own is left alone."""
     return [part for flag in ("--port", "--broker-port", "--http-port") for part in (flag, free_port())]
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in processes)
 
 
 @pytest.mark.slow

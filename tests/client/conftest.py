@@ -12,21 +12,7 @@ import pytest
 from metamq import Admin, Consumer, Producer, TopicPartition
 from metamq.testing import Cluster
 from metamq.testing import cluster as running_cluster
-from metamq.zk.server.embedded import EmbeddedZooKeeper
-from tests.parts import make_chroot
-
-
-@pytest.fixture(scope="session")
-def zookeeper() -> Iterator[EmbeddedZooKeeper]:
-    """A server shared by all tests; not to be stopped by any of them."""
-    with EmbeddedZooKeeper() as server:
-        yield server
-
-
-@pytest.fixture
-def servers(zookeeper: EmbeddedZooKeeper) -> str:
-    """The shared server's address with a chroot that only this test has."""
-    return make_chroot(f"{zookeeper.address}/{uuid.uuid4().hex}")
+from tests import one_zookeeper
 
 
 class Shop:
@@ -68,6 +54,12 @@ class Shop:
         while not condition():
             assert time.monotonic() < deadline, f"not within {limit_s} s"
             time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[Cluster]:
+    with one_zookeeper.cluster() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

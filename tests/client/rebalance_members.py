@@ -161,7 +161,8 @@ class Group:
             await self.until(lambda: len(self.referee.owners) == partitions, limit_s)
             stored = await read_plan(self.session, GROUP)
             owners = {tp: member.name for tp, member in self.referee.owners.items()}
-            if stored and set(stored.plan.inputs.members) == names and stored.plan.assignment == owners:
+            plan = stored and stored.plan
+            if plan and set(plan.inputs.members) == names and plan.assignment == owners:
                 return
             assert time.monotonic() < deadline, self.report()
             await asyncio.sleep(0.002)

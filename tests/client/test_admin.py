@@ -124,7 +124,9 @@ def test_alter_changes_only_what_is_given(running: Cluster, admin: Admin, topic:
 def test_a_deleted_topic_is_gone_and_its_successor_is_empty(running: Cluster, admin: Admin, topic: str) -> None:
     first = admin.create_topic(topic, partitions=1, brokers=[0])
     fill(running, topic, "0-0", 3)
-    assert admin.delete(topic).id == first.id
+    deleted = admin.delete(topic)
+    assert deleted is not None
+    assert deleted.id == first.id
     assert topic not in admin.topics()
     second = admin.create_topic(topic, partitions=1, brokers=[0])
     assert second.id != first.id
@@ -441,7 +443,9 @@ def test_what_a_broker_that_is_down_leaves_behind() -> None:
             admin.create_topic("rides")
         with pytest.raises(ConfigError, match="broker 0 is not registered"):
             admin.alter("flights", partitions=4, brokers=[0])
-        assert admin.delete("flights").topic == "flights"
+        deleted = admin.delete("flights")
+        assert deleted is not None
+        assert deleted.topic == "flights"
 
 
 def test_a_broker_that_hangs_is_not_waited_for_longer_than_asked() -> None:

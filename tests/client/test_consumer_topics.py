@@ -17,6 +17,7 @@ from metamq.zk.cluster.topics import FlushEvery
 from metamq.zk.groups.ownership import CommittedOffset, reset_offset
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.session.session import Session
+from tests.parts import idle_reason
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -259,7 +260,7 @@ def test_a_topic_that_is_deleted_while_a_member_joins_is_told(
         caplog.clear()
         one.close()
         with joining.result(60) as twin:
-            shop.until(lambda: twin.health().group.idle_reason)
+            shop.until(lambda: idle_reason(twin))
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     text = f"topic '{topic}' was deleted: same of group {group} has no topic left, and waits until one is created again"
     assert [said for said in warned if "deleted" in said] == [text]

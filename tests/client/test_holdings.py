@@ -53,7 +53,7 @@ class Handler:
 
     def __init__(self) -> None:
         self.consuming: dict[TopicPartition, AssignedPartition] = {}
-        self.final = (1, 1)
+        self.final: tuple[int, int] = (1, 1)
         self.losses: list[TopicPartition] = []
 
     async def assigned(self, partitions: Sequence[AssignedPartition]) -> None:

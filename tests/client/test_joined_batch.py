@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from metamq import DatabaseOffsets, aio
+from metamq import DatabaseOffsets, TopicPartition, aio
 from metamq.client.fetch.joined_batch import JoinedBatch, joinable
 from metamq.errors import ConfigError, DecodeError, WrongType
 from tests.parts import wait_until
@@ -73,7 +73,7 @@ def test_small_batches_come_as_one_with_all_their_columns(shop: Shop, group: str
         table = first.to_arrow()
         assert table.column("value").to_pylist() == first.values
         assert table.column("offset").to_pylist() == list(first.offsets)
-        shop.until(lambda: shop.committed(group)[first.topic, first.partition] == 30)
+        shop.until(lambda: shop.committed(group)[TopicPartition(first.topic, first.partition)] == 30)
     assert consumer._core.inbox.buffered_bytes == 0
 
 

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import aiosqlite
 import pytest
@@ -216,14 +216,14 @@ def test_what_gives_an_awaitable_unasked_is_refused(shop: Shop, group: str, tmp_
                 with pytest.raises(
                     ConfigError, match=r"Wrapper looks like a blocking connection, but returned an awaitable"
                 ):
-                    await consumer.commit(message, connection=Wrapper())
+                    await consumer.commit(message, connection=cast("Any", Wrapper()))
                 for connection in (aiosqlite.connect(tmp_path / "never.db"), closed):
                     with pytest.raises(ConfigError, match="the connection is closed, or was not awaited"):
                         await consumer.commit(message, connection=connection)
                 with pytest.raises(ConfigError, match=r"connection=None\) gives no connection"):
                     await consumer.commit(message, connection=None)
                 with pytest.raises(WrongType, match="`connection` must be a DB-API connection, or one of psycopg"):
-                    await consumer.commit(message, connection=object())
+                    await consumer.commit(message, connection=cast("Any", object()))
                 break
 
     asyncio.run(scenario())

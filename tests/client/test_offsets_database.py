@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -31,6 +30,7 @@ from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session.lease import Lease
 from metamq.zk.session.session import Session
+from tests.postgres import new_schema
 from tests.tx.databases import giving_mappings
 
 Connect = Callable[[], Any]
@@ -45,9 +45,7 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
     if request.param == "sqlite3":
         return lambda: sqlite3.connect(tmp_path / "results.db", timeout=60)
     server = request.getfixturevalue("postgres")
-    schema = f"test_{uuid.uuid4().hex}"
-    with psycopg.connect(server) as connection:
-        connection.execute(f"CREATE SCHEMA {schema}")
+    schema = new_schema(server)
     return lambda: psycopg.connect(server, options=f"-c search_path={schema}")
 
 
@@ -279,15 +277,18 @@ def test_the_paramstyle_is_taken_from_the_connections_module_or_given(tmp_path: 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._inner, name)
 
+    def wrapped() -> Any:
+        return Wrapped()
+
     async def scenario() -> None:
-        await DatabaseOffsets(Wrapped).create_table()
+        await DatabaseOffsets(wrapped).create_table()
         with pytest.raises(ConfigError, match=r"module of .*Wrapped does not declare its paramstyle"):
-            await DatabaseOffsets(Wrapped).claimed([a_claim(10)])
+            await DatabaseOffsets(wrapped).claimed([a_claim(10)])
         for paramstyle in ("qmark", "named"):
-            storage = DatabaseOffsets(Wrapped, paramstyle=paramstyle)
+            storage = DatabaseOffsets(wrapped, paramstyle=paramstyle)
             assert (await claimed(storage, a_claim(10))).committed is None
         with pytest.raises(ConfigError, match="'numeric' is unknown"):
-            DatabaseOffsets(Wrapped, paramstyle="numeric")
+            DatabaseOffsets(wrapped, paramstyle="numeric")
 
     asyncio.run(scenario())
 

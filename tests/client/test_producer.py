@@ -7,7 +7,7 @@ import gc
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 
@@ -32,12 +32,6 @@ from metamq.testing import Cluster
 from metamq.zk.cluster.topics import TopicConfig
 from tests.one_zookeeper import cluster
 from tests.parts import read_topic, statistics, wait_until
-
-
-@pytest.fixture(scope="module")
-def parts() -> Iterator[Cluster]:
-    with cluster() as running:
-        yield running
 
 
 @pytest.fixture

@@ -19,16 +19,9 @@ from metamq.errors import DeliveryTimeout, MetamqError, PartitionNotFound, Topic
 from metamq.testing import BrokerProcess, Cluster
 from metamq.zk.cluster.topics import TopicConfig
 from metamq.zk.server.ports import free_port
-from tests.one_zookeeper import cluster
 from tests.parts import Line, Stored, read_topic, statistics, wait_until
 
 BROKER_HOST = "127.0.0.2"
-
-
-@pytest.fixture(scope="module")
-def parts() -> Iterator[Cluster]:
-    with cluster() as running:
-        yield running
 
 
 @pytest.fixture

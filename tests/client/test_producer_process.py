@@ -8,23 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from metamq.client.producer import producer as client_producer
 from metamq.testing import Cluster
 from metamq.zk.cluster.topics import TopicConfig
-from tests.one_zookeeper import cluster
 from tests.parts import Stored, read_topic
 
 NUMBERS = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def parts() -> Iterator[Cluster]:
-    with cluster() as running:
-        yield running
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_the_next_plan_follows_the_one_before() -> None:
     inputs = PlanInputs({"a": ("t",), "b": ("t",)}, {"t": TopicInput(ID, {0: 4})})
     first = next_plan(None, "sticky", inputs)
     assert first.generation == 1
-    joined = PlanInputs(inputs.members | {"c": ("t",)}, inputs.topics)
+    joined = PlanInputs({**inputs.members, "c": ("t",)}, inputs.topics)
     second = next_plan(first, "sticky", joined)
     assert second.generation == 2
     assert sum(first.assignment[item] != owner for item, owner in second.assignment.items()) == 1

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from metamq import TopicPartition
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import CorruptData, UndecodableBatch
 from metamq.testing import Cluster
@@ -21,7 +22,7 @@ from metamq.wire.compression import Codec, compress
 from tests.one_zookeeper import cluster
 
 COUNT = 5
-TP = ("poisoned", "0-0")
+TP = TopicPartition("poisoned", "0-0")
 GOOD = [b"before", b"after 1", b"after 2"]
 
 

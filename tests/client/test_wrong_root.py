@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,8 @@ def test_a_chroot_that_is_missing_is_named_and_not_made(servers: str, caplog: py
                 await producer.send("orders", b"x")
 
     def consume() -> None:
-        for settings in ({"group": "g"}, {}):
+        every: list[dict[str, Any]] = [{"group": "g"}, {}]
+        for settings in every:
             with pytest.raises(TopicNotFound):
                 Consumer(misspelt, topics=["orders"], **settings)
 

@@ -47,7 +47,7 @@ def _cannot_run(request: pytest.FixtureRequest, reason: str) -> NoReturn:
 @pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest) -> Iterator[DockerClient]:
     """The engine that DOCKER_HOST names, or the one at the default socket."""
-    import docker
+    import docker.errors
 
     reason = ""
     with warnings.catch_warnings():

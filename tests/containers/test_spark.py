@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any, cast
 
 from tests.containers.conftest import CONTAINERS, ROOT, Composition
 from tests.parts import wait_until
@@ -29,7 +30,7 @@ def expected() -> Counter[str]:
 
 def test_the_example_runs_on_the_master_and_the_worker(composition: Composition, spark_image: str) -> None:
     composition.compose("--profile", "spark", "up", "-d", "--no-build", "spark", "spark-worker")
-    container = composition.container("spark")
+    container = cast("Any", composition.container("spark"))
     for service in ("spark", "spark-worker"):
         assert composition.container(service).attrs["Config"]["Image"] == spark_image
     wait_until(lambda: container.exec_run(["python", "-c", ALIVE]).output.strip() == b"1", 240, "the worker")

@@ -55,7 +55,7 @@ def running(tmp_path: Path) -> Iterator[Cluster]:
 @contextlib.contextmanager
 def kazoo(parts: Cluster) -> Iterator[KazooClient]:
     client = KazooClient(parts.zookeeper)
-    client.start(SLOW_S)
+    client.start(int(SLOW_S))
     try:
         yield client
     finally:

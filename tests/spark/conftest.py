@@ -73,6 +73,13 @@ def two() -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def own(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster that a test may hurt."""
+    with cluster(brokers=2, folder=tmp_path / "cluster") as started:
+        yield started
+
+
+@pytest.fixture
 def sink() -> str:
     """The name of a sink that no test used."""
     return f"sink-{next(_numbers)}"

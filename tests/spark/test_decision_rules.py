@@ -225,7 +225,8 @@ def test_which_batch_comes_again(tmp_path: Path) -> None:
     (tmp_path / "commits" / "3").touch()
     assert is_just_planned(tmp_path)
     for before_s in (JUST_S + 1, -60):
-        os.utime(planned, times=(time.time() - before_s,) * 2)
+        then_s = time.time() - before_s
+        os.utime(planned, times=(then_s, then_s))
         assert not is_just_planned(tmp_path), "an older one, or by another clock"
     planned.touch()
     (tmp_path / "commits" / "4").touch()

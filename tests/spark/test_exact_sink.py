@@ -149,7 +149,8 @@ def test_a_worker_that_is_kept_looks_again_when_a_batch_comes_again(
         refuse_half_done(options, str(tmp_path))
         driver = Driver(running, topic, query, query)
         driver.commit(0, driver.write(0, ["0"]))
-        os.utime(planned, times=(time.time() - 2 * JUST_S,) * 2)
+        long_ago_s = time.time() - 2 * JUST_S
+        os.utime(planned, times=(long_ago_s, long_ago_s))
         with pytest.raises(ConfigError, match="batch 0 of this query was written exactly once"):
             refuse_half_done(options, str(tmp_path))
     sink_client(options).close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +398,7 @@ def test_a_reader_that_stops_early_leaves_nothing_behind(running: Cluster) -> No
     (task,) = planned(running, topic)
     for _ in range(5):
         reading = fetch(task)
+        assert isinstance(reading, Generator)
         next(reading)
         reading.close()
     assert table([task]).num_rows == count

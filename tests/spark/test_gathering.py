@@ -123,8 +123,10 @@ def test_headers_are_packed_as_msgpack_does() -> None:
     wanted += [{f"{n}": b"%d" % n for n in range(count)} for count in (0, 1, 15, 16, 300)]
     column = pa.array([[{"key": k, "value": v} for k, v in one.items()] for one in wanted] + [None], HEADERS)
     packed = packed_headers(column)
+    assert packed is not None
     assert [unpack_headers(one) for one in packed.to_pylist()] == [*wanted, {}]
     sliced = packed_headers(column.slice(2, 4))
+    assert sliced is not None
     assert [unpack_headers(one) for one in sliced.to_pylist()] == wanted[2:6]
     assert packed_headers(pa.array([None, []], HEADERS)) is None
 
@@ -188,6 +190,7 @@ def test_a_header_that_comes_twice_is_kept_twice_in_its_order() -> None:
     pairs = [("a", b"1"), ("b", b"2"), ("a", b"3"), ("a", b"1")]
     column = pa.array([[{"key": k, "value": v} for k, v in pairs], None], HEADERS)
     packed = packed_headers(column)
+    assert packed is not None
     assert packed is not None
     first, second = packed.to_pylist()
     assert (unpack_header_pairs(first), unpack_header_pairs(second)) == (pairs, [])

@@ -21,7 +21,7 @@ from metamq.zk.partitions import TopicPartition
 A0, A1, B0 = TopicPartition("a", "0-0"), TopicPartition("a", "0-1"), TopicPartition("b", "0-0")
 
 
-def parsed(streaming: bool = False, **given: str) -> SourceOptions:
+def parsed(streaming: bool = False, /, **given: str) -> SourceOptions:
     return parse_options({"zookeeper": "zk:1", "subscribe": "a", **given}, streaming=streaming)
 
 
@@ -38,7 +38,7 @@ def test_subscriptions(given: dict[str, str], expected: Subscription) -> None:
 
 
 def test_defaults_are_those_of_kafkas_source() -> None:
-    batch, stream = parsed(), parsed(streaming=True)
+    batch, stream = parsed(), parsed(True)
     assert (batch.starting.everywhere, batch.ending.everywhere, stream.starting.everywhere) == (
         EARLIEST,
         LATEST,

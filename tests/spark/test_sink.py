@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from metamq.spark_consumers.sink.sink import has_run
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from tests.parts import read_to_end, wait_until
 from tests.spark.conftest import new_topic, send
 from tests.spark.test_stream_source import numbers
@@ -174,13 +174,6 @@ def small_batches(spark: Any) -> Iterator[None]:
     spark.conf.set(name, 500)
     yield
     spark.conf.set(name, before)
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster that a test may hurt."""
-    with cluster(brokers=2, folder=tmp_path / "cluster") as started:
-        yield started
 
 
 @pytest.mark.timeout(240)

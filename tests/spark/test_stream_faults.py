@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from tests.parts import wait_until
 from tests.spark.conftest import new_topic, send
 from tests.spark.held import begun, scan_in_the_middle
@@ -20,13 +19,6 @@ from tests.spark.test_stream_source import Query, numbers
 
 FROZEN_BATCHES = 3
 DAEMON = ["pyspark.daemon", "pyspark.worker"]
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster that a test may hurt."""
-    with cluster(brokers=2, folder=tmp_path / "cluster") as started:
-        yield started
 
 
 @pytest.mark.timeout(240)

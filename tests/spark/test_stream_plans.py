@@ -227,6 +227,7 @@ def test_available_now_goes_to_its_target_also_where_a_broker_is_away() -> None:
 def test_a_topic_that_is_made_anew_is_not_in_an_older_target() -> None:
     before, target = {A0: place(5, topic_id="old")}, {A0: place(9, topic_id="old")}
     found = stepped(before, {A0: answer(3), A1: answer(4)}, target=target).offset
+    assert found is not None
     assert found == StreamOffset({}, {})
     assert to_json(found)["to"] == {}
     assert stepped({}, {A0: answer(3), A1: answer(4)}, target=target).offset is None

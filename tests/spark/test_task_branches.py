@@ -144,6 +144,7 @@ def test_a_write_that_needs_more_branches_than_a_broker_takes_is_told_what_to_do
             admin.create_topic("many", partitions=1, brokers=[9])
         processor = local.broker._parts.transactions
         limits = TransactionLimits(branches=2)
+        assert processor._term is not None
         processor._term.store.limits = limits
         client = opened(options(two, topic="many"))
         others = [attempt(client, ["x"]) for _ in range(2)]

@@ -178,7 +178,8 @@ def work(order: dict[str, Any], steps: Steps) -> None:
         return
     connection: Any = None
     count = 0
-    with Producer[bytes](order["zookeeper"], batch_bytes=order.get("batch_bytes")) as producer:
+    settings: dict[str, Any] = {name: order[name] for name in ("batch_bytes",) if name in order}
+    with Producer[bytes](order["zookeeper"], **settings) as producer:
         while count != order.get("transactions"):
             steps.counting = count > 0  # the first one connects
             try:

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import asyncpg
-import psycopg
+import psycopg.conninfo
 
 from metamq import aio
 from metamq.errors import MetamqError
@@ -41,7 +41,8 @@ async def _work(order: dict[str, Any], steps: Any, fails: float) -> None:
     """Transactions, one after the other."""
     connection: Any = None
     count = 0
-    async with aio.Producer[bytes](order["zookeeper"], batch_bytes=order.get("batch_bytes")) as producer:
+    settings: dict[str, Any] = {name: order[name] for name in ("batch_bytes",) if name in order}
+    async with aio.Producer[bytes](order["zookeeper"], **settings) as producer:
         while count != order.get("transactions"):
             steps.counting = count > 0
             try:
@@ -58,6 +59,7 @@ async def _work(order: dict[str, Any], steps: Any, fails: float) -> None:
             else:
                 print("done", count, flush=True)
             count += 1
+    assert connection is not None
     await connection.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from metamq.testing import Cluster
 from metamq.tx import XAResource, create_outcome_table
 from tests.one_zookeeper import cluster
 from tests.parts import read_to_end, until_answered, wait_until
+from tests.postgres import new_schema
 from tests.tx.databases import Connect, is_postgres
 
 
@@ -97,9 +97,8 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
     if request.param == "sqlite3":
         opened: Connect = lambda: sqlite3.connect(tmp_path / "application.db", timeout=1)  # noqa: E731
     else:
-        server, schema = request.getfixturevalue("postgres"), f"test_{uuid.uuid4().hex}"
-        with psycopg.connect(server) as connection:
-            connection.execute(f"CREATE SCHEMA {schema}")
+        server = request.getfixturevalue("postgres")
+        schema = new_schema(server)
         opened = lambda: psycopg.connect(server, options=f"-c search_path={schema}")  # noqa: E731
     connection = opened()
     create_outcome_table(connection)

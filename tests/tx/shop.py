@@ -169,7 +169,7 @@ def recovered(recoverer: Recoverer) -> Recovered:
 
 
 @contextmanager
-def open_shop(brokers: int = 1, **settings: object) -> Iterator[Shop]:
+def open_shop(brokers: int = 1, **settings: Any) -> Iterator[Shop]:
     """A shop with a topic at each broker."""
     with running_postgres() as postgres, cluster(brokers=brokers, **settings) as running:
         topics = [f"orders-{broker}" for broker in range(brokers)]

@@ -32,6 +32,7 @@ from metamq.tx import XAResource
 from metamq.tx.store.table import BranchPhase
 from metamq.wire.columns import encode
 from metamq.wire.commands import PutEntry
+from metamq.wire.frames import Buffer
 from metamq.wire.tx_commands import Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
 from tests.one_zookeeper import cluster
@@ -194,7 +195,7 @@ class Broker:
         """The outcome of the one verb in it."""
         client = self._client._core._client
         xid = Xid(header.xid[0], header.xid[1], header.xid[2])
-        bodies = [bytearray(body)] if body else []
+        bodies: list[Buffer] = [bytearray(body)] if body else []
         reply: TxReply = self.run(
             client._once(Branch(xid, 0, header.session), header, bodies, time.monotonic() + SLOW_S)
         )
@@ -291,7 +292,7 @@ class Table(RuleBasedStateMachine):
     def delay(self, verb: Verb, which: int, session: str, exact: bool) -> None:
         self.late.append(self._request(verb, which, session, exact))
 
-    @precondition(lambda self: getattr(self, "late", None))
+    @precondition(lambda self: bool(getattr(self, "late", None)))
     @rule(again=st.booleans())
     def arrive(self, again: bool) -> None:
         """What was delayed; perhaps it comes once more later."""

@@ -10,15 +10,8 @@ import pytest
 from metamq.errors import BranchMisuse, BranchNotKnown, RolledBack
 from metamq.testing import Cluster
 from metamq.tx import TM, Vote, XACode, XAResource, Xid
-from tests.one_zookeeper import cluster
 from tests.parts import read_to_end, until_answered, wait_until
 from tests.tx.both_faces import in_time
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Cluster]:
-    with cluster() as made:
-        yield made
 
 
 @pytest.fixture

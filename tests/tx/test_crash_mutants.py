@@ -60,7 +60,7 @@ def look_from_where_it_was_appended_first(patch: Patch, _own: DiskOs) -> None:
 
     def noted(self: CommitApplier, committed: CommittedBranch, present: Any = None) -> int:
         for body in committed.bodies.values() if present is None else []:
-            partition = self._topics.find(*body.place.key)
+            partition = self._topics.find(body.place.topic, body.place.topic_id, body.place.partition)
             hints.setdefault((committed.first_batch_id, partition.key), partition.log.end_position)
         return apply(self, committed, present)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from metamq.errors import CorruptData
 from metamq.tx.store.fold import Entry, JournalState, Retained, move_of
@@ -160,10 +160,12 @@ class Journal(RuleBasedStateMachine):
         assert essence(found) == essence(self.store.journal)
 
 
-TestJournal = Journal.TestCase
-TestJournal.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@pytest.mark.slow
+def test_any_life_of_a_journal() -> None:
+    many = settings(
+        max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    run_state_machine_as_test(Journal, settings=many)
 
 
 def test_a_promise_of_which_something_is_missing_is_damage() -> None:

@@ -259,8 +259,8 @@ def test_a_commit_in_the_middle_of_a_round_of_retention_is_left_alone(own: DiskO
     status = SimpleNamespace(disk_full=None)
     config = SimpleNamespace(disk_reserve_bytes=0)
     flusher = replica.transactions.upkeep._flusher
-    parts: Any = replica.logs, folder, status, replica.transactions, flusher, config
-    housekeeping = Housekeeping(*parts, replica.failures.append)
+    parts: list[Any] = [replica.logs, folder, status, replica.transactions, flusher, config, replica.failures.append]
+    housekeeping = Housekeeping(*parts)
     look_after, seen = housekeeping._look_after, []
 
     async def slowly(partition: Partition) -> None:

@@ -24,16 +24,11 @@ from metamq.testing import Cluster
 from metamq.tx import TM, Vote, XACode, XAResource, Xid
 from metamq.wire.xa import Verb
 from tests.one_zookeeper import cluster
-from tests.parts import read_to_end, until_answered, wait_until
+from tests.parts import until_answered, wait_until
 from tests.tx.both_faces import FACES, in_time, resource, same_rm
+from tests.tx.databases import messages as seen
 
 Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Cluster]:
-    with cluster() as made:
-        yield made
 
 
 @pytest.fixture
@@ -59,11 +54,6 @@ def opened(running: Cluster, face: str) -> Iterator[Open]:
     yield one
     for each in made:
         each.close()
-
-
-def seen(running: Cluster, topic: str) -> list[bytes]:
-    with running.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
-        return sorted(message.value for message in read_to_end(consumer))
 
 
 def code_of(call: Callable[[], object]) -> int:
@@ -344,7 +334,7 @@ def test_a_start_that_is_called_again_takes_no_other_branch_for_its_own(topic: s
     core = mq._core if isinstance(mq, XAResource) else mq.client._core
     once = core._client._once
 
-    async def never_arrives(*_: Any) -> Any:
+    async def never_arrives(*_: Any, **__: Any) -> Any:
         raise ConnectError("the broker", "the line broke", outcome="unknown")
 
     core._client._once = never_arrives
@@ -391,10 +381,10 @@ def test_what_failed_on_its_way_is_sent_again_or_never_committed(
     mq.send(topic, b"0" * 60, partition="0-0")
     once, failures = core._client._once, itertools.count()
 
-    async def fails_twice(*arguments: Any) -> Any:
+    async def fails_twice(*arguments: Any, **named: Any) -> Any:
         if next(failures) < 2:
             raise ConfigError("nothing was done")
-        return await once(*arguments)
+        return await once(*arguments, **named)
 
     core._client._once = fails_twice
     with pytest.raises(ConfigError):
@@ -413,6 +403,7 @@ def test_a_batch_that_was_lost_lets_the_branch_fail(running: Cluster, topic: str
     mq.start(xid)
     for number in range(5):
         mq.send(topic, b"%d" % number, partition=f"0-{number % 2}")
+    assert core._current is not None
     core._current.staging.rest(0)
     mq.end(xid)
     assert code_of(lambda: mq.prepare(xid)) == XACode.RBPROTO

@@ -301,6 +301,7 @@ def test_a_prepare_that_fails_is_rolled_back(shop: Shop, producer: Producer[byte
     one = producer._transactions.of(producer._owner())
     assert one is not None
     producer._background.run(one.outbox.settle())
+    assert one.work._staging is not None
     one.work._staging.rest(1)  # a batch that got lost
     with pytest.raises(MetamqError):
         producer.tpc_prepare()

@@ -12,23 +12,9 @@ from kazoo.client import KazooClient
 
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from metamq.zk.session.session import Session
-from tests.parts import make_chroot
 
 Expire = Callable[[Session], None]
 Until = Callable[..., Awaitable[None]]
-
-
-@pytest.fixture(scope="session")
-def zookeeper() -> Iterator[EmbeddedZooKeeper]:
-    """A server shared by all tests; not to be stopped by any of them."""
-    with EmbeddedZooKeeper() as server:
-        yield server
-
-
-@pytest.fixture
-def servers(zookeeper: EmbeddedZooKeeper) -> str:
-    """The shared server's address with a chroot that only this test has."""
-    return make_chroot(f"{zookeeper.address}/{uuid.uuid4().hex}")
 
 
 @pytest.fixture(scope="session")

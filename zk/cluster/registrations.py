@@ -204,7 +204,7 @@ class Patience:
         me = self._registration
         other, document = address_of(me.broker_id, there, role), _document(me.broker_id, there, role)
         if self._deadline is None:
-            timeout_ms = document.get("session_timeout_ms", self._session.negotiated_timeout_ms)
+            timeout_ms: int = document.get("session_timeout_ms", self._session.negotiated_timeout_ms)
             self._deadline = time.monotonic() + (timeout_ms + EXPIRY_MARGIN_MS) / 1000
         gone = asyncio.Event()
         if await self._session.exists(path, watch=gone.set) is None:

@@ -97,7 +97,8 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
     """True if the next attempt to connect must give up the session."""
 
     def __init__(self, client: KazooClient, patience_s: float, attempts: ConnectAttempts) -> None:
-        super().__init__(client, client._conn_retry.copy(), logger=kazoo_log)
+        retry: Any = client._conn_retry
+        super().__init__(client, retry.copy(), logger=kazoo_log)
         self._first_patience_s = self._patience_s = patience_s
         self._attempts = attempts
 
@@ -128,6 +129,7 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
             self._patience_s = min(self._patience_s * 2, timeout)
             raise
         self._patience_s = self._first_patience_s
+        assert result is not None  # a Connect has an answer
         self.negotiated_timeout_ms = result[0].time_out
         return result
 
@@ -186,7 +188,7 @@ class Link:
             ),
             logger=kazoo_log,
         )
-        self.attempts = ConnectAttempts(client.hosts)  # in kazoo's spelling
+        self.attempts = ConnectAttempts(client.hosts or ())  # in kazoo's spelling
         self._connection = _Connection(client, patience_s, self.attempts)
         client._connection = self._connection
         client.add_listener(self._state_changed)
@@ -262,7 +264,7 @@ class Link:
     def _state_changed(self, state: str) -> None:
         session_id = 0
         if state == KazooState.CONNECTED and self._client.client_id is not None:
-            session_id = self._client.client_id[0]
+            session_id = self._client.client_id[0] or 0
             with self._lock:
                 self._live_session_id = session_id
         self._on_state(state, session_id, self._connection.negotiated_timeout_ms)

@@ -34,6 +34,7 @@ from metamq.wire.commands import (
 )
 from metamq.wire.frames import PREFIX_BYTES, Buffer, Frame, FrameReader, encode_frame
 from tests.one_zookeeper import cluster
+from tests.parts import LocalBroker
 
 MEBIBYTE = 1024 * 1024
 TIMEOUT_S = 60.0
@@ -268,6 +269,19 @@ def many_files(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, hard), hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def sweep(local: LocalBroker) -> None:
+    """Has the broker look at its clients now."""
+    done = threading.Event()
+
+    def run() -> None:
+        for connection in list(local.broker._connections):
+            connection.sweep()
+        done.set()
+
+    local.loop.call_soon_threadsafe(run)
+    assert done.wait(60)
 
 
 @pytest.fixture

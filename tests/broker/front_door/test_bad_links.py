@@ -222,7 +222,10 @@ def test_what_is_out_of_order_or_of_nothing_known_changes_nothing(link: Link) ->
 
 def test_topics_that_are_not_there_are_waited_for(link: Link) -> None:
     names = [("nowhere", "x" * 16), (TOPIC, "another-id"), (TOPIC, link.topic_id)]
-    asked = [sync.AttachPartition(n, *name, 10**6 * (n == 2), 0, 0, 5, 500, 5, []) for n, name in enumerate(names)]
+    asked = [
+        sync.AttachPartition(n, topic, topic_id, 10**6 * (n == 2), 0, 0, 5, 500, 5, [])
+        for n, (topic, topic_id) in enumerate(names)
+    ]
     link.push(sync.Attach(sync.ATTACH, EPOCH, asked))
     results = link.hears(sync.Attached).results
     assert [(result.handle, result.decision) for result in results] == [(n, sync.SyncDecision.WAIT) for n in range(3)]

@@ -39,7 +39,7 @@ from metamq.wire.commands import (
     unpack_list,
 )
 from metamq.wire.connection import ClientConnection, ConnectionState, Request, ServerConnection
-from metamq.wire.frames import encode_frame
+from metamq.wire.frames import Buffer, encode_frame
 from metamq.wire.limits import FRAME_BYTES_MAX, REQUEST_ENTRIES_MAX
 
 pytestmark = pytest.mark.timeout(3600)
@@ -127,7 +127,7 @@ class Grammar:
         return self.frame_of(command, self.header(declared[command]), opaque, number)
 
     def frame_of(self, command: int, header: Any, opaque: int, number: int = 0) -> bytes:
-        body = [bytes(8 * self.chance.randint(1, 30))] if self.chance.random() < 0.2 else None
+        body: list[Buffer] | None = [bytes(8 * self.chance.randint(1, 30))] if self.chance.random() < 0.2 else None
         return b"".join(encode_frame(1, command, number, opaque, header, body, header_bytes_max=16 * MEBIBYTE))
 
     def spoilt(self, data: bytes) -> bytes:

@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -25,7 +24,7 @@ from metamq.errors import ConnectError, ProtocolError
 from metamq.testing import Cluster
 from metamq.wire import status
 from metamq.wire.commands import Command, GetPartition, OffsetsEntry, PutEntry
-from tests.broker.front_door.conftest import batch_of, get
+from tests.broker.front_door.conftest import batch_of, get, sweep
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, wait_until
 
@@ -51,18 +50,6 @@ def start(running: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         yield lambda **settings: stack.enter_context(
             LocalBroker(running.zookeeper, tmp_path / "b", id=next(IDS), **settings)
         )
-
-
-def sweep(local: LocalBroker) -> None:
-    done = threading.Event()
-
-    def run() -> None:
-        for connection in list(local.broker._connections):
-            connection.sweep()
-        done.set()
-
-    local.loop.call_soon_threadsafe(run)
-    assert done.wait(60)
 
 
 def filled(running: Cluster, local: LocalBroker, connect_to: Connect) -> Any:
@@ -145,12 +132,12 @@ class Reader:
         self.unread_bytes += size
         self._counted_bytes += size
         self.count_unread()
-        self.answers.keep_below_ceiling(self)
+        self.answers.keep_below_ceiling(cast(Any, self))
 
     def count_unread(self) -> int:
         has_read = self.unread_bytes < self._counted_bytes
         self._counted_bytes = self.unread_bytes
-        self.answers.holds(self, self.unread_bytes, has_read=has_read)
+        self.answers.holds(cast(Any, self), self.unread_bytes, has_read=has_read)
         return self.unread_bytes
 
     def give_up(self) -> None:
@@ -305,4 +292,5 @@ def test_both_ends_ask_the_kernel_whether_the_other_is_there(start: Start, conne
     local = start()
     connect_to(local.port)
     (connection,) = local.broker._connections
+    assert connection._transport is not None
     assert connection._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

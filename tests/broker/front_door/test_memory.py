@@ -19,6 +19,7 @@ from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, PutEntry
 from metamq.wire.frames import PREFIX, encode_frame
 from metamq.wire.limits import FRAME_BYTES_MAX
+from tests.broker.front_door.conftest import sweep
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, http_get, wait_until
 
@@ -48,18 +49,6 @@ def swept(small: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(server, "STALL_S", 3600)
     with LocalBroker(small.zookeeper, tmp_path / "b", id=2, request_memory_bytes=FRAME_BYTES_MAX) as local:
         yield local
-
-
-def sweep(local: LocalBroker) -> None:
-    done = threading.Event()
-
-    def run() -> None:
-        for connection in list(local.broker._connections):
-            connection.sweep()
-        done.set()
-
-    local.loop.call_soon_threadsafe(run)
-    assert done.wait(60)
 
 
 def received_bytes(local: LocalBroker) -> int:

@@ -8,7 +8,7 @@ import select
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -152,7 +152,7 @@ def test_connections_take_turns() -> None:
         for name, count in [("much", 50), ("much", 50), ("little", 3)]:
             work = SlicedWork()
             work.steps = steps(name, count)  # type: ignore[assignment]
-            slices.add(owners[name], work)
+            slices.add(cast(Any, owners[name]), work)
         await asyncio.gather(*(owner.finished.wait() for owner in owners.values()))
         assert slices.waiting == 0
         return order
@@ -175,7 +175,7 @@ def test_a_step_that_is_longer_than_a_slice_counts(monkeypatch: pytest.MonkeyPat
 
         owner, work = Owner(1), SlicedWork()
         work.steps = steps()  # type: ignore[assignment]
-        Slices().add(owner, work)
+        Slices().add(cast(Any, owner), work)
         await owner.finished.wait()
         return work.used_s
 
@@ -207,7 +207,7 @@ def test_a_fault_of_one_request_does_not_keep_the_others_waiting() -> None:
         slices, faulty, sound = Slices(), Connection(fails=True), Connection(fails=False)
         slices._is_slicing = True  # as if both came while others are served
         for owner in (faulty, sound):
-            slices.add(owner, work())
+            slices.add(cast(Any, owner), work())
         slices._is_slicing = False
         loop.call_soon(slices._slice)
         await asyncio.to_thread(wait_until, lambda: sound.done)

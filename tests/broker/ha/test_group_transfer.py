@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_what_is_looked_at_again_before_the_answer(tmp_path: Path, case: Case) -
         assert isinstance(partition, Partition)
         partition.bound(0, 0)  # a slave counts, and has nothing
         term = Term()
-        transfer = GroupTransferService(0, term, lambda: term.lease)
+        transfer = GroupTransferService(0, cast(Any, term), lambda: term.lease)
         config = replace(SYNC, min_insync=case.min_insync)
         transfer.admit(config)
         answers: list[MetamqError | None] = []
@@ -79,7 +79,7 @@ def test_async_is_acknowledged_at_once_while_the_lease_lasts(tmp_path: Path) -> 
         assert isinstance(partition, Partition)
         partition.bound(0, 0)
         term = Term()
-        transfer = GroupTransferService(0, term, lambda: term.lease)
+        transfer = GroupTransferService(0, cast(Any, term), lambda: term.lease)
         answers: list[MetamqError | None] = []
         master.append()
         transfer.when_acknowledged(partition, TOPIC, 1, answers.append)
@@ -98,7 +98,7 @@ def test_async_is_acknowledged_at_once_while_the_lease_lasts(tmp_path: Path) -> 
     ("term", "error"), [(Term(1), NotEnoughReplicas), (Term(lease=False), Fenced)], ids=["too few", "no lease"]
 )
 def test_what_is_refused_before_the_append_stores_nothing(term: Term, error: type[MetamqError]) -> None:
-    transfer = GroupTransferService(0, term, lambda: term.lease)
+    transfer = GroupTransferService(0, cast(Any, term), lambda: term.lease)
     with pytest.raises(error) as caught:
         transfer.admit(replace(SYNC, min_insync=2))
     assert caught.value.outcome == "not_done"

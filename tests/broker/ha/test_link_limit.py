@@ -61,7 +61,7 @@ class Learner:
 
 def put(client: RawClient, topic_id: str, partition: int, batch: bytes | bytearray, times: int) -> None:
     entries = [PutEntry(TOPIC, topic_id, partition, len(batch))] * times
-    assert client.ask(Command.PUT, entries, [batch] * times).status == status.OK
+    assert client.ask(Command.PUT, entries, [batch for _ in entries]).status == status.OK
 
 
 def fill(running: Cluster) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
@@ -107,7 +107,7 @@ def test_a_slave_that_copies_idle_topics_shows_and_offers_them() -> None:
         group.wait_equal(0, 1)
 
 
-class Replica(ReplicaReadRole):
+class Replica:
     """The role that a fetch session sees, as the test has it played."""
 
     is_master = False
@@ -133,7 +133,7 @@ class Reader:
         self.role = Replica(find)
         self.answers: list[list[GetResult]] = []
         self.session = FetchSession(
-            self.role,
+            cast(ReplicaReadRole, self.role),
             lambda _request, results, _bodies: self.answers.append(results),
             lambda: True,
             asyncio.get_running_loop(),

@@ -24,7 +24,7 @@ class ModelLog:
     """A log as a list of batches, from some place on."""
 
     def __init__(self) -> None:
-        self.start = (0, 0)
+        self.start: tuple[int, int] = (0, 0)
         self.batches: list[Batch] = []
 
     def marks(self) -> list[tuple[int, int]]:

@@ -328,7 +328,7 @@ def test_a_torn_tail_is_one_whatever_the_master_had_flushed(make_shelf: Any) -> 
 def test_it_would_be_refused_if_the_masters_word_counted(make_shelf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = master_flushed_more(make_shelf)
     pair.shelf.damage(pair.replica.end_position // 2)
-    find = recovery.find_flushed_claim
+    find: Callable[..., Any] = recovery.find_flushed_claim
     monkeypatch.setattr(recovery, "find_flushed_claim", lambda *args: find(*args[:-1], range(100)))
     with pytest.raises(CorruptData, match="says that these bytes were flushed"):
         pair.shelf.open(ONE_SEGMENT)
