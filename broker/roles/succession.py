@@ -116,10 +116,8 @@ class StepDecision(NamedTuple):
 
 def decide(now: Situation) -> StepDecision:
     """Decides the next step of this replica."""
-    if now.failover.mode == "manual":
-        return StepDecision(Step.STAY, "failover is manual: an operator promotes")
-    if now.failover.paused:
-        return StepDecision(Step.STAY, "failover is paused by an operator")
+    if reason := off_reason(now.failover):
+        return StepDecision(Step.STAY, reason)
     if now.me not in now.state.insync:
         return StepDecision(Step.STAY, "it is not in the in-sync set, so that messages would be lost")
     if now.obstacle:
@@ -132,6 +130,13 @@ def decide(now: Situation) -> StepDecision:
         count = len(_recent(now.switches_ago_ms))
         return StepDecision(Step.WAIT, f"a pause against flapping, after {count} automatic switches", left_ms)
     return _in_turn(now) if now.gone else StepDecision(Step.TAKE_OVER, PREFERRED)
+
+
+def off_reason(failover: Failover) -> str:
+    """The reason why no slave takes over by itself; empty: one may."""
+    if failover.mode == "manual":
+        return "failover is manual: an operator promotes"
+    return "failover is paused by an operator" if failover.paused else ""
 
 
 def _in_turn(now: Situation) -> StepDecision:

@@ -70,6 +70,7 @@ class Successor:
         self._promote = promote
         self._changed = changed
         self._watch = OneWatch(changed)
+        self._failover = Failover()
         self._gone_since: float | None = None
         self._in_sync_since: float | None = None
         self._seen: dict[int, float] | None = None
@@ -83,7 +84,7 @@ class Successor:
     @property
     def says(self) -> str:
         """The last decision, for people. Any thread."""
-        return "" if self.decision is None else self.decision.reason
+        return off_reason(self._failover) if self.decision is None else self.decision.reason
 
     async def step(self) -> float | None:
         """Takes the next step. Returns the seconds after which to call it again, even if nothing changes; or None.
@@ -93,9 +94,9 @@ class Successor:
         role, now = self._status.role, asyncio.get_running_loop().time()
         registration = self._registration()
         broker_id = registration.broker_id
-        failover = await self._watch.leave(partial(read_failover, self._session, broker_id))
+        failover = self._failover = await self._watch.leave(partial(read_failover, self._session, broker_id))
         self._see(failover, now)
-        if not isinstance(role, SlaveRole):
+        if not isinstance(role, SlaveRole) or not failover.is_on:
             self._gone_since = self._in_sync_since = self.decision = None
             return None
         gone = await self._why_gone(broker_id, role.link)
@@ -200,14 +201,11 @@ class Successor:
 
     async def resign(self) -> None:
         """Asks an in-sync slave to take over from this master. Returns when one has, or when none does."""
-        role, registration = self._status.role, self._registration()
-        if not isinstance(role, MasterRole):
+        role, registration, failover = self._status.role, self._registration(), self._failover
+        if not isinstance(role, MasterRole) or role.service.alone or not failover.is_on:
             return
         try:
             async with asyncio.timeout(RESIGN_S):
-                failover = await read_failover(self._session, registration.broker_id)
-                if not failover.is_on:
-                    return
                 slaves = await slaves_of(self._session, registration.broker_id)
                 ready = [slave for slave in slaves if _member(slave) in role.service.membership.insync]
                 for slave in sorted(ready, key=lambda one: (one.replica != failover.preferred, one.replica)):
