@@ -24,12 +24,21 @@ from metamq.broker.roles.succession import (
     Step,
     StepDecision,
     decide,
+    off_reason,
 )
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, NotEnoughReplicas
 from metamq.wire.commands import Command, Promote
 from metamq.zk.cluster.brokers import BrokerState, master_of, read_state
-from metamq.zk.cluster.failover import Switch, begin_failover, change_failover, check_mode, read_failover, with_switch
+from metamq.zk.cluster.failover import (
+    Failover,
+    Switch,
+    begin_failover,
+    change_failover,
+    check_mode,
+    read_failover,
+    with_switch,
+)
 from metamq.zk.cluster.replicas import slaves_of
 from metamq.zk.session.watches import OneWatch
 
@@ -37,7 +46,6 @@ if TYPE_CHECKING:
     from metamq.broker.data.topics import Topics
     from metamq.broker.ha.client import HAClient
     from metamq.broker.roles.role import ReplicaStatus
-    from metamq.zk.cluster.failover import Failover
     from metamq.zk.cluster.registrations import BrokerAddress, Registration
     from metamq.zk.session.session import Session
 

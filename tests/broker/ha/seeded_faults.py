@@ -13,10 +13,11 @@ from typing import Any
 
 from metamq.broker import __main__ as broker
 from metamq.broker.data.partition import Partition
-from metamq.broker.ha import decide_role, keeper, service
+from metamq.broker.ha import service
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.ha.handshake import Side, SyncDecision, SyncVerdict, decide
 from metamq.broker.ha.service import HAService
+from metamq.broker.roles import decide_role, keeper
 from metamq.broker.roles.decide_role import RoleDecision, RoleKind
 from metamq.broker.roles.decide_role import decide_role as decide_properly
 from metamq.testing import BrokerProcess
