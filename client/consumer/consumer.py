@@ -122,11 +122,7 @@ class Consumer(ConsumerApi[T]):
         self._close_ended = threading.Event()
         self._background = background()
         self._core = ConsumerCore(
-            plan,
-            options,
-            self._background.loop,
-            on_assigned=_in_thread(on_assigned),
-            on_revoked=_in_thread(on_revoked),
+            plan, options, self._background.loop, on_assigned=_in_thread(on_assigned), on_revoked=_in_thread(on_revoked)
         )
         self._receiver = ThreadReceiver(self._core, self._background, idle_timeout_s, confirms=self._asks_for_the_end)
         self._servers = zookeeper_servers(zookeeper, config)

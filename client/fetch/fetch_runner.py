@@ -200,11 +200,7 @@ class FetchRunner:
         return closed
 
     def _send(
-        self,
-        connection: BrokerConnection,
-        due: list[FetchRequest],
-        closed: list[int],
-        handles: count[int],
+        self, connection: BrokerConnection, due: list[FetchRequest], closed: list[int], handles: count[int]
     ) -> None:
         opened = []
         armed = []

@@ -100,12 +100,7 @@ def failed_batch(topic: str, error: Exception) -> OutgoingBatch:
 
 
 def add_message(
-    batch: OutgoingBatch,
-    value: bytes,
-    key: bytes | None,
-    headers: Headers | None,
-    timestamp_us: int | None,
-    size: int,
+    batch: OutgoingBatch, value: bytes, key: bytes | None, headers: Headers | None, timestamp_us: int | None, size: int
 ) -> int:
     """Appends a message of `size` bytes to an open batch. A column that begins with this message is filled up before
     it.

@@ -13,12 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from metamq.errors import MetamqError, TopicNotFound
-from metamq.spark_consumers.driver.resolving import (
-    check_direction,
-    chosen_offset,
-    question,
-    slave_check_for,
-)
+from metamq.spark_consumers.driver.resolving import check_direction, chosen_offset, question, slave_check_for
 from metamq.spark_consumers.source.fetch import FetchTask
 from metamq.spark_consumers.source.ranges import OffsetRange, split
 from metamq.wire.commands import OffsetsResult

@@ -20,14 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from metamq.errors import (
-    BranchMisuse,
-    BranchNotKnown,
-    HeuristicOutcome,
-    RolledBack,
-    TransactionError,
-    TryLater,
-)
+from metamq.errors import BranchMisuse, BranchNotKnown, HeuristicOutcome, RolledBack, TransactionError, TryLater
 from metamq.tx.store.branch import Association, BranchState
 from metamq.tx.store.fold import Entry, JournalState
 from metamq.tx.store.memory import OutcomeMemory
