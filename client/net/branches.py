@@ -31,8 +31,7 @@ from metamq.errors import (
     TryLater,
 )
 from metamq.wire import status
-from metamq.wire.commands import Command, PutEntry
-from metamq.wire.tx_commands import Branches, BranchesReply, BranchInfo, Tx, TxReply, TxResult
+from metamq.wire.commands import Branches, BranchesReply, BranchInfo, Command, PutEntry, Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
 
 if TYPE_CHECKING:
