@@ -206,7 +206,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._core.check_loop_may_begin()
         dead_letters = DeadLetters(self._servers, self._root, self._plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
-        tasks = ListenerTasks(self._receiver, listener, self._filter, dead_letters, policy, concurrency)
+        tasks = ListenerTasks(listener, self._filter, dead_letters, policy, concurrency, self._receiver)
         with self._one_loop.begun(asyncio.current_task) as check_loop:
             check_loop()
             self._finish()

@@ -282,7 +282,7 @@ class Consumer(ConsumerApi[T]):
         self._core.check_loop_may_begin()
         dead_letters = DeadLetters(self._servers, self._root, self._core.plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
-        pool = ListenerPool(self._receiver, self._background, listener, self._filter, dead_letters, policy, concurrency)
+        pool = ListenerPool(listener, self._filter, dead_letters, policy, concurrency, self._receiver, self._background)
         with self._one_loop.begun(threading.current_thread) as check_loop:
             check_loop()
             self._finish()

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.background import at_once
 from metamq.client.checks import check_listener, check_plain_listener
-from metamq.client.consumer.retrying import POLL_S, Listener, ListenerRun, RetryPolicy
+from metamq.client.consumer.retrying import POLL_S, ListenerRun
 
 if TYPE_CHECKING:
     from metamq.client.background import BackgroundLoop
@@ -26,25 +26,17 @@ if TYPE_CHECKING:
 INTERRUPT_PATIENCE_S = 0.1
 
 
+@dataclass(eq=False)
 class ListenerPool(ListenerRun):
     """The threads of one `run()`. The listener must not be a coroutine function."""
 
+    receiver: ThreadReceiver
+    background: BackgroundLoop
     _awaits = False
 
-    def __init__(
-        self,
-        receiver: ThreadReceiver,
-        background: BackgroundLoop,
-        listener: Listener[Any],
-        filter: Callable[[Message[Any]], bool] | None,
-        dead_letters: DeadLetters | None,
-        policy: RetryPolicy,
-        concurrency: int,
-    ) -> None:
-        super().__init__(listener, filter, dead_letters, policy, concurrency)
-        check_plain_listener(listener)
-        self._receiver = receiver
-        self._background = background
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_plain_listener(self.listener)
         self._stop = threading.Event()
         self._ended = threading.Semaphore(0)
         self._busy = 0
@@ -52,7 +44,7 @@ class ListenerPool(ListenerRun):
         self._error: BaseException | None = None
         self._threads = [
             threading.Thread(target=self._work, name=f"metamq-listener-{number}", daemon=True)
-            for number in range(concurrency)
+            for number in range(self.concurrency)
         ]
 
     def run(self) -> None:
@@ -68,22 +60,22 @@ class ListenerPool(ListenerRun):
                 thread.join(INTERRUPT_PATIENCE_S / len(self._threads))
             raise
         finally:
-            if self._dead_letters is not None:
-                self._background.run(self._dead_letters.close())
+            if self.dead_letters is not None:
+                self.background.run(self.dead_letters.close())
         if self._error is not None:
             raise self._error
 
     def _end(self) -> None:
         self._stop.set()
-        self._receiver.poke()
+        self.receiver.poke()
 
     def _work(self) -> None:
         try:
             while not self._stop.is_set():
-                in_flight = self._receiver.take(self._stop)
+                in_flight = self.receiver.take(self._stop)
                 if in_flight is not None:
                     self._handle(in_flight)
-                elif self._busy == 0 or self._receiver.closed:
+                elif self._busy == 0 or self.receiver.closed:
                     return
         except BaseException as error:
             self._error = self._error or error
@@ -100,12 +92,12 @@ class ListenerPool(ListenerRun):
         finally:
             with self._busy_lock:
                 self._busy -= 1
-            self._receiver.release(in_flight, last_done=done)
+            self.receiver.release(in_flight, last_done=done)
 
     async def _give_up(
         self, letters: DeadLetters, message: Message[Any], value: bytes, error: Exception, attempts: int
     ) -> None:
-        self._background.run(letters.send(message, value, error, attempts))
+        self.background.run(letters.send(message, value, error, attempts))
 
     async def _pause(self, in_flight: InFlightBatch, pause_s: float) -> bool:
         while pause_s > 0 and not in_flight.taken_back and not self._stop.wait(min(pause_s, POLL_S)):
@@ -116,23 +108,16 @@ class ListenerPool(ListenerRun):
         return self._stop.is_set()
 
 
+@dataclass(eq=False)
 class ListenerTasks(ListenerRun):
     """The tasks of one `run()`. A listener that is a plain function blocks the loop while it runs."""
 
+    receiver: TaskReceiver
     _awaits = True
 
-    def __init__(
-        self,
-        receiver: TaskReceiver,
-        listener: Listener[Any],
-        filter: Callable[[Message[Any]], bool] | None,
-        dead_letters: DeadLetters | None,
-        policy: RetryPolicy,
-        concurrency: int,
-    ) -> None:
-        super().__init__(listener, filter, dead_letters, policy, concurrency)
-        check_listener(listener)
-        self._receiver = receiver
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_listener(self.listener)
         self._busy: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -146,30 +131,30 @@ class ListenerTasks(ListenerRun):
             for task in self._busy:
                 task.cancel()
             await asyncio.gather(*self._busy, return_exceptions=True)
-            if self._dead_letters is not None:
-                await self._dead_letters.close()
+            if self.dead_letters is not None:
+                await self.dead_letters.close()
 
     async def _take(self) -> InFlightBatch | None:
         """Returns a batch as soon as one of the handlers is free. Raises the error of a failed handler."""
-        taking = asyncio.ensure_future(self._receiver.take())
+        taking = asyncio.ensure_future(self.receiver.take())
         try:
             while True:
-                is_full = len(self._busy) >= self._concurrency
+                is_full = len(self._busy) >= self.concurrency
                 waiting = set(self._busy) if is_full else {*self._busy, taking}
                 done, _pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done & self._busy:
                     self._busy.discard(task)
                     task.result()
-                if taking.done() and len(self._busy) < self._concurrency:
+                if taking.done() and len(self._busy) < self.concurrency:
                     in_flight = taking.result()
-                    if in_flight is not None or not self._busy or self._receiver.closed:
+                    if in_flight is not None or not self._busy or self.receiver.closed:
                         return in_flight
-                    taking = asyncio.ensure_future(self._receiver.take())
+                    taking = asyncio.ensure_future(self.receiver.take())
         except BaseException:
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
             if not taking.cancelled() and taking.exception() is None and (in_flight := taking.result()) is not None:
-                self._receiver.release(in_flight, last_done=False)
+                self.receiver.release(in_flight, last_done=False)
             raise
 
     async def _handle(self, in_flight: InFlightBatch) -> None:
@@ -177,7 +162,7 @@ class ListenerTasks(ListenerRun):
         try:
             done = await self._handle_all(in_flight)
         finally:
-            self._receiver.release(in_flight, last_done=done)
+            self.receiver.release(in_flight, last_done=done)
 
     async def _give_up(
         self, letters: DeadLetters, message: Message[Any], value: bytes, error: Exception, attempts: int
