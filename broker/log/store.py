@@ -13,17 +13,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.broker.log.disk import epochs
-from metamq.broker.log.disk.derived import (
-    complete_index,
-    cut_index,
-    load_epochs,
-    make_void,
-    rebuild_epochs,
-    rebuild_producers,
-    superfluous,
-    unlink,
-)
+from metamq.broker.log.disk import derived, epochs
 from metamq.broker.log.disk.files import FileCache, is_full
 from metamq.broker.log.disk.index import SparseIndex
 from metamq.broker.log.disk.scan import LOCATION, damaged, find_batch, headers, read_at
@@ -161,11 +151,11 @@ class SegmentStore:
         """The index of a segment. Reads or rebuilds it if it is not in memory."""
         if segment is self.segments[-1]:
             if segment.index is None:
-                segment.index = complete_index(self.files, segment, self.index_interval_bytes)
+                segment.index = derived.complete_index(self.files, segment, self.index_interval_bytes)
             return segment.index
         index = self.files.indexes.get(segment.path)
         if index is None:
-            index = complete_index(self.files, segment, self.index_interval_bytes)
+            index = derived.complete_index(self.files, segment, self.index_interval_bytes)
             self.files.indexes.put(segment.path, index)
         return index
 
@@ -227,12 +217,12 @@ class SegmentStore:
 
     def load_epochs(self, start_offset: int, start_position: int, end_position: int) -> tuple[EpochList, bool]:
         """The list of epochs of the log between these positions, and True if it is that of the saved file."""
-        saved = load_epochs(self.folder)
+        saved = derived.load_epochs(self.folder)
         if saved is not None:
             kept = saved.drop_prefix(start_offset, start_position)
             if kept.is_of(start_position, end_position, self.last_epoch()):
                 return kept, True
-        return rebuild_epochs(self.files, self.segments, self.index_of, self.index_interval_bytes), False
+        return derived.rebuild_epochs(self.files, self.segments, self.index_of, self.index_interval_bytes), False
 
     def save_epochs(self, found: EpochList) -> str:
         """Saves the list; returns the file's path. No fsync: if the file is missing, the list is rebuilt."""
@@ -242,7 +232,7 @@ class SegmentStore:
 
     def load_producers(self, end_position: int) -> ProducerStates:
         """The producer states as of the end."""
-        return rebuild_producers(self.files, self.segments, self.snapshots, end_position)
+        return derived.rebuild_producers(self.files, self.segments, self.snapshots, end_position)
 
     def save_producers(self, states: ProducerStates, offset: int, position: int) -> str:
         """Saves the producer states as of the end, (offset, position), and drops snapshots that are not needed.
@@ -253,7 +243,7 @@ class SegmentStore:
         self.files.replace(snapshot.path, states.to_bytes(offset, position))
         if snapshot not in self.snapshots:
             self.snapshots.append(snapshot)
-        self._drop_snapshots(superfluous(self.snapshots, self.segments))
+        self._drop_snapshots(derived.superfluous(self.snapshots, self.segments))
         return snapshot.path
 
     def has_producers_from(self, position: int) -> bool:
@@ -269,17 +259,17 @@ class SegmentStore:
             self.files.forget(segment.path)
             self.files.indexes.forget(segment.path)
             paths += [segment.path, segment.index_path]
-        for snapshot in superfluous(self.snapshots, self.segments):
+        for snapshot in derived.superfluous(self.snapshots, self.segments):
             self.snapshots.remove(snapshot)
             paths.append(snapshot.path)
-        return make_void(paths)
+        return derived.make_void(paths)
 
     def boundary_before(self, position: int) -> tuple[Segment, SparseIndex]:
         """The segment that holds `position`, and its index, cut at the last batch boundary at or below it."""
         segment = self.segments[bisect_right(self.segments, position, key=_BASE_POSITION) - 1]
         index = self.index_of(segment)
         self.files.indexes.forget(segment.path)
-        cut_index(self.files, segment, index, position, self.index_interval_bytes)
+        derived.cut_index(self.files, segment, index, position, self.index_interval_bytes)
         return segment, index
 
     def cut(self, segment: Segment, index: SparseIndex) -> None:
@@ -288,8 +278,8 @@ class SegmentStore:
         while self.segments[-1] is not segment:
             self._drop(self.segments[-1])
             del self.segments[-1]
-        unlink(segment.index_path)
-        unlink(f"{self.folder}/{epochs.FILE_NAME}")
+        derived.unlink(segment.index_path)
+        derived.unlink(f"{self.folder}/{epochs.FILE_NAME}")
         self._drop_snapshots([s for s in self.snapshots if s.position > position])
         fd = self.files.descriptor(segment.path)
         os.ftruncate(fd, position - segment.base_position)
@@ -309,10 +299,10 @@ class SegmentStore:
     def _drop(self, segment: Segment) -> None:
         self.files.forget(segment.path)
         self.files.indexes.forget(segment.path)
-        unlink(segment.path)
-        unlink(segment.index_path)
+        derived.unlink(segment.path)
+        derived.unlink(segment.index_path)
 
     def _drop_snapshots(self, snapshots: list[SnapshotName]) -> None:
         for snapshot in snapshots:
-            unlink(snapshot.path)
+            derived.unlink(snapshot.path)
             self.snapshots.remove(snapshot)
