@@ -183,7 +183,7 @@ def _add_bitmap(parts: list[Buffer], keys: Sequence[bytes | None]) -> int:
     return size
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class BinaryColumn:
     """A binary column in a body: Arrow's three buffers, as views."""
 

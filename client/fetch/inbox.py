@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from metamq.zk.partitions import TopicPartition
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class PartitionState:
     """One partition that is consumed. Guarded by the inbox's lock."""
 
@@ -120,7 +120,7 @@ class PartitionState:
         return None if self.stable_offset < 0 else max(self.stable_offset - self.done_offset(), 0)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class InFlightBatch:
     """A batch that a handler has: `whole`, or message by message through `iterate()`."""
 

@@ -88,7 +88,7 @@ class Branch:
     history: str = ""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Request:
     """A request, with its verbs and batches that are left to do."""
 

@@ -99,7 +99,7 @@ class DeliveryOwner(Protocol):
         """Raises ConfigError in code that interrupts a `send` of this thread (a signal handler) and must not wait."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class OutgoingBatch:
     """Messages of one topic, and of one partition once the partition is known, on their way to a broker."""
 

@@ -29,7 +29,7 @@ HEADERS_OVERHEAD_BYTES = 4
 TIMESTAMP_BYTES = 8
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class TopicBuffer:
     """The messages of one topic that the sender has not taken."""
 
