@@ -15,6 +15,7 @@ from __future__ import annotations
 import reprlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from itertools import accumulate
 from operator import sub
@@ -182,17 +183,15 @@ def _add_bitmap(parts: list[Buffer], keys: Sequence[bytes | None]) -> int:
     return size
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class BinaryColumn:
     """A binary column in a body: Arrow's three buffers, as views."""
 
-    __slots__ = ("count", "data", "offsets", "validity")
-
-    def __init__(self, count: int, offsets: memoryview, data: memoryview, validity: memoryview | None) -> None:
-        self.count = count
-        self.offsets = offsets
-        """int32, count + 1 entries."""
-        self.data = data
-        self.validity = validity
+    count: int
+    offsets: memoryview
+    """int32, count + 1 entries."""
+    data: memoryview
+    validity: memoryview | None
 
     def tolist(self) -> list[bytes]:
         """All entries as bytes; null entries are empty. Raises CorruptData if the offsets are not ascending."""

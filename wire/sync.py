@@ -23,15 +23,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from metamq.errors import ProtocolError
-from metamq.wire import commands
-from metamq.wire.limits import (
-    ATTACH_EPOCHS_MAX,
-    ATTACH_EPOCHS_TARGET,
-    ENTRIES_MAX,
-    ENTRIES_TARGET,
-    ERROR_TEXT_CHARS_MAX,
-    HAND_OVER_MS_MAX,
-)
+from metamq.wire import commands, limits
 
 MAGIC = 0x4D51_4841
 """The first number of a JOIN, by which a master recognizes a replica."""
@@ -251,11 +243,11 @@ def unpack_from_slave(header: Any) -> FromSlave:
     frame = _unpack(FROM_SLAVE, header)
     if isinstance(frame, Attach):
         partitions = [_checked(AttachPartition, entry) for entry in frame.partitions]
-        if any(len(entry.epochs) > ATTACH_EPOCHS_MAX for entry in partitions):
-            raise ProtocolError(f"a partition has more than {ATTACH_EPOCHS_MAX:,} epochs in an Attach")
+        if any(len(entry.epochs) > limits.ATTACH_EPOCHS_MAX for entry in partitions):
+            raise ProtocolError(f"a partition has more than {limits.ATTACH_EPOCHS_MAX:,} epochs in an Attach")
         return frame._replace(partitions=partitions)
-    if isinstance(frame, HandOver) and frame.wait_ms > HAND_OVER_MS_MAX:
-        raise ProtocolError(f"a HandOver waits for at most {HAND_OVER_MS_MAX:,} ms, got {frame.wait_ms:,}")
+    if isinstance(frame, HandOver) and frame.wait_ms > limits.HAND_OVER_MS_MAX:
+        raise ProtocolError(f"a HandOver waits for at most {limits.HAND_OVER_MS_MAX:,} ms, got {frame.wait_ms:,}")
     if isinstance(frame, Join) and frame.magic != MAGIC:
         raise ProtocolError(f"the magic of a Join must be {MAGIC:#x}, got {frame.magic:#x}")
     return frame
@@ -297,8 +289,8 @@ def _checked(cls: type[T], header: Any) -> T:
     for value, (name, kind, check) in zip(header, checks, strict=False):
         if not check(value):
             what = f"{cls.__name__}.{name}"
-            if isinstance(value, list) and len(value) > ENTRIES_MAX:
-                raise ProtocolError(f"{what} has {len(value):,} entries, the limit is {ENTRIES_MAX:,}")
+            if isinstance(value, list) and len(value) > limits.ENTRIES_MAX:
+                raise ProtocolError(f"{what} has {len(value):,} entries, the limit is {limits.ENTRIES_MAX:,}")
             raise ProtocolError(f"{what} must be {kind}, with numbers from 0 to 2^63-1, got {reprlib.repr(value)}")
     made: T = cls._make(header[: len(checks)])  # type: ignore[attr-defined]
     return made
@@ -323,7 +315,7 @@ def _check_of(kind: Any) -> Callable[[Any], bool]:
 
 
 def _is_short_list(value: Any) -> bool:
-    return type(value) is list and len(value) <= ENTRIES_MAX
+    return type(value) is list and len(value) <= limits.ENTRIES_MAX
 
 
 def _are_numbers(values: list[Any]) -> bool:
@@ -364,8 +356,8 @@ def attach_frames(epoch: int, partitions: Iterable[AttachPartition]) -> Iterator
     part: list[AttachPartition] = []
     epochs = 0
     for partition in partitions:
-        kept = partition.epochs[-ATTACH_EPOCHS_MAX:]
-        if part and (len(part) == ENTRIES_TARGET or epochs + len(kept) > ATTACH_EPOCHS_TARGET):
+        kept = partition.epochs[-limits.ATTACH_EPOCHS_MAX :]
+        if part and (len(part) == limits.ENTRIES_TARGET or epochs + len(kept) > limits.ATTACH_EPOCHS_TARGET):
             yield Attach(ATTACH, epoch, part)
             part, epochs = [], 0
         part.append(partition._replace(epochs=kept))
@@ -376,4 +368,4 @@ def attach_frames(epoch: int, partitions: Iterable[AttachPartition]) -> Iterator
 
 def attach_result(handle: int, decision: SyncDecision, offset: int, position: int, reason: str) -> AttachResult:
     """One entry of ATTACHED. Its text is cut at the length of error texts."""
-    return AttachResult(handle, decision, offset, position, reason[:ERROR_TEXT_CHARS_MAX])
+    return AttachResult(handle, decision, offset, position, reason[: limits.ERROR_TEXT_CHARS_MAX])

@@ -113,7 +113,13 @@ class DataFolder:
         """Use open()."""
         self.path = path
         self._meta = meta
+        self.broker_id, self.replica = meta.broker_id, meta.replica
+        """`replica` is its number in the broker id, as of the folder's first start."""
+        self.identity = meta.identity
+        """A random id made with the folder; restarts do not change it."""
         self._lock = lock
+        self.lock = lock.place
+        """The lock that this process holds. An earlier holder of the same lock on this machine has ended."""
         self._is_known = True
         """True if other processes may have seen this incarnation."""
         self.asks_logs_for_epoch = False
@@ -152,25 +158,6 @@ class DataFolder:
             lock.close()
             raise
         return folder
-
-    @property
-    def broker_id(self) -> int:
-        return self._meta.broker_id
-
-    @property
-    def replica(self) -> int:
-        """The replica's number in its broker id, as of the folder's first start."""
-        return self._meta.replica
-
-    @property
-    def identity(self) -> str:
-        """A random id made with the folder; restarts do not change it."""
-        return self._meta.identity
-
-    @property
-    def lock(self) -> str:
-        """The lock that this process holds. An earlier holder of the same lock on this machine has ended."""
-        return self._lock.place
 
     @property
     def is_copy(self) -> bool:

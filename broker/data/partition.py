@@ -65,26 +65,10 @@ class Partition:
     """A log that is open for clients. Only the broker's loop uses it."""
 
     __slots__ = (
-        "_damage",
-        "closed_by",
-        "cuts",
-        "dirty_since_ms",
-        "flush_began_ms",
-        "flush_wanted_position",
-        "flushed_listener",
-        "flushing",
-        "index",
-        "log",
-        "name",
-        "needed_offset",
-        "published_position",
-        "readers",
-        "stable_listener",
-        "topic",
-        "topic_id",
-        "waiting",
-        "waiting_here",
-    )
+        "_damage", "closed_by", "cuts", "dirty_since_ms", "flush_began_ms", "flush_wanted_position",
+        "flushed_listener", "flushing", "index", "log", "name", "needed_offset", "published_position",
+        "readers", "stable_listener", "topic", "topic_id", "waiting", "waiting_here",
+    )  # fmt: skip
 
     def __init__(self, topic: str, topic_id: str, index: int, log: PartitionLog) -> None:
         self.topic = topic

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from metamq.broker.roles.role import MasterRole, ReplicaStatus
@@ -91,25 +92,23 @@ class ReplicaReadRole:
             self._topics.is_damaged(partition, error)
 
 
+@dataclass(eq=False, slots=True)
 class _Place:
     """One opened partition in one session. Implements metamq.broker.data.partition.Reader."""
 
-    __slots__ = ("checked", "cuts", "entry", "error", "offset", "partition", "seen", "session", "start_position")
-
-    def __init__(self, session: FetchSession, entry: GetPartition) -> None:
-        self.session = session
-        self.entry = entry
-        self.partition: Partition | None = None
-        self.error: MetamqError | None = None
-        """The reason why there is no partition, or why it does not continue at the reader's offset."""
-        self.checked = False
-        """True if that was checked."""
-        self.cuts = -1
-        self.offset: int | None = None
-        self.start_position = 0
-        """The position from which `bytes_min` counts bytes."""
-        self.seen: tuple[int, int] = (-1, -1)
-        """The stable offset and position at the last answer."""
+    session: FetchSession
+    entry: GetPartition
+    partition: Partition | None = None
+    error: MetamqError | None = None
+    """The reason why there is no partition, or why it does not continue at the reader's offset."""
+    checked: bool = False
+    """True if that was checked."""
+    cuts: int = -1
+    offset: int | None = None
+    start_position: int = 0
+    """The position from which `bytes_min` counts bytes."""
+    seen: tuple[int, int] = (-1, -1)
+    """The stable offset and position at the last answer."""
 
     def arm(self, offset: int) -> bool:
         """Sets the offset to read from; returns True if there is something to send already."""

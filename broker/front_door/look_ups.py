@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from metamq.broker.front_door.fetch_session import ReplicaReadRole, parted
@@ -31,24 +32,22 @@ EPOCHS_MAX = 16
 SEARCH_S_MAX = 2.0
 
 
+@dataclass(eq=False)
 class LookUps:
     """Answers OFFSETS. Used by the broker's loop only."""
 
-    def __init__(
-        self, topics: Topics, role: ReplicaReadRole, report: Callable[[Partition, int], None], slices: Slices
-    ) -> None:
-        """`report` is called with each batch that came damaged to a reader or a slave, and with its offset."""
-        self._topics = topics
-        self._role = role
-        self._report = report
-        self._slices = slices
+    topics: Topics
+    role: ReplicaReadRole
+    report: Callable[[Partition, int], None]
+    """Called with each batch that came damaged to a reader or a slave, and with its offset."""
+    slices: Slices
 
     def offsets(self, request: Request, connection: BrokerProtocol) -> None:
         """Answers the request, now or later. Raises ProtocolError."""
         entries = unpack_list(OffsetsEntry, request.header)
         work = SlicedWork()
         work.steps = self._answer(request, connection, entries, work)
-        self._slices.add(connection, work)
+        self.slices.add(connection, work)
 
     def _answer(
         self, request: Request, connection: BrokerProtocol, entries: list[OffsetsEntry], work: SlicedWork
@@ -64,10 +63,10 @@ class LookUps:
             connection.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
 
     def _look_up(self, entry: OffsetsEntry, work: SlicedWork) -> Generator[None, None, OffsetsResult]:
-        role = self._role
+        role = self.role
         try:
             if entry.damaged >= 0:  # also in the broker's own topics, which a slave copies
-                self._report(self._topics.find(entry.topic, entry.topic_id, entry.partition), entry.damaged)
+                self.report(self.topics.find(entry.topic, entry.topic_id, entry.partition), entry.damaged)
             partition = role.find(entry.topic, entry.topic_id, entry.partition)
             if entry.offset >= 0:  # the reader continues from there, so only the master answers
                 _is_sure, error = parted(partition, entry.offset, entry.epoch, role)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import metamq
@@ -68,57 +69,47 @@ class Counters:
         }
 
 
+@dataclass(eq=False)
 class StatsProcessor:
     """The figures of a broker. statistics() may be called from any thread."""
 
-    def __init__(
-        self,
-        status: ReplicaStatus,
-        folder: DataFolder,
-        topics: Topics,
-        ids: BatchIds,
-        counters: Counters,
-        *,
-        replication: Callable[[], dict[str, Any]],
-        transactions: Callable[[], Figures],
-        scrub: Callable[[], dict[str, Any]],
-    ) -> None:
-        """`replication`, `transactions` and `scrub` return the figures of these parts."""
-        self._status = status
-        self._folder = folder
-        self._topics = topics
-        self._ids = ids
-        self._counters = counters
-        self._replication = replication
-        self._transactions = transactions
-        self._scrub = scrub
+    status: ReplicaStatus
+    folder: DataFolder
+    topics: Topics
+    ids: BatchIds
+    counters: Counters
+    _: KW_ONLY
+    replication: Callable[[], dict[str, Any]]
+    transactions: Callable[[], Figures]
+    scrub: Callable[[], dict[str, Any]]
+    """This and the two before return the figures of these parts."""
 
     def stats(self, request: Request, connection: BrokerProtocol) -> None:
         """Answers a STATS with one page of partitions. Raises ProtocolError."""
         start = Stats("", 0) if request.header is None else unpack(Stats, request.header)
-        page, following = page_of(self._topics.open, start, STATS_PARTITIONS_MAX)
-        counters = self._counters.snapshot({partition.topic for partition in page})
+        page, following = page_of(self.topics.open, start, STATS_PARTITIONS_MAX)
+        counters = self.counters.snapshot({partition.topic for partition in page})
         connection.answer(request, {**self._statistics(page), "counters": counters, "next": following})
 
     def statistics(self) -> dict[str, Any]:
         """Returns the fields of an answer to STATS, for all topics and partitions at once."""
-        return {**self._statistics(self._topics.partitions()), "counters": self._counters.snapshot()}
+        return {**self._statistics(self.topics.partitions()), "counters": self.counters.snapshot()}
 
     def _statistics(self, partitions: Iterable[Partition]) -> dict[str, Any]:
-        damage = self._topics.damage()
-        refused = self._status.writes_refused
+        damage = self.topics.damage()
+        refused = self.status.writes_refused
         return {
-            "broker_id": self._folder.broker_id,
-            "replica": self._folder.replica,
-            "incarnation": self._folder.incarnation,
-            "epoch": self._ids.epoch,
+            "broker_id": self.folder.broker_id,
+            "replica": self.folder.replica,
+            "incarnation": self.folder.incarnation,
+            "epoch": self.ids.epoch,
             "version": metamq.__version__,
             "time_ms": time.time_ns() // 1_000_000,
             "writes_refused": str(refused) if refused else None,
-            "replication": self._replication(),
-            "transactions": self._transactions()._asdict(),
-            "scrub": self._scrub(),
-            "unlisted": [str(error) for error in list(self._topics.unlisted.values())[:DAMAGED_MAX]],
+            "replication": self.replication(),
+            "transactions": self.transactions()._asdict(),
+            "scrub": self.scrub(),
+            "unlisted": [str(error) for error in list(self.topics.unlisted.values())[:DAMAGED_MAX]],
             "damaged_count": len(damage),
             "damaged": [str(error) for error in list(damage.values())[:DAMAGED_MAX]],
             "partitions": [_partition_statistics(one) for one in partitions if not one.topic.startswith(OWN)],

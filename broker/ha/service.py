@@ -24,18 +24,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from metamq.broker.ha import handshake
 from metamq.broker.ha.behind import BehindTimes
 from metamq.broker.ha.connection import HAConnection, ReplicaEnd, Wire
 from metamq.broker.ha.flow import FlowMonitor
-from metamq.broker.ha.handshake import (
-    LogPosition,
-    Side,
-    SyncVerdict,
-    begin_where_needed,
-    decide,
-    refuse_between_batches,
-    wait_before_damage,
-)
 from metamq.broker.ha.insync import Change, Member, Membership, Stage
 from metamq.errors import ConfigError, ConnectError, CorruptData, Fenced, MetamqError, ProtocolError
 from metamq.wire import sync
@@ -242,23 +234,23 @@ class HAService:
             master = None if partition is None else self._side(partition)
             if master is None:  # missing or damaged: nothing to compare with
                 partition = None
-            slave = Side(
+            slave = handshake.Side(
                 request.topic_id,
-                LogPosition(request.start_offset, request.start_position),
-                LogPosition(request.end_offset, request.end_position),
+                handshake.LogPosition(request.start_offset, request.start_position),
+                handshake.LogPosition(request.end_offset, request.end_position),
                 request.stable_offset,
                 request.epochs,
                 link.generation,
             )
-            verdict = decide(master, slave)
+            verdict = handshake.decide(master, slave)
             if partition is not None and verdict.decision is sync.SyncDecision.REFUSE:
                 self._lacks(link, partition, verdict.reason)
             if partition is not None and verdict.decision is sync.SyncDecision.FROM:
                 verdict = self._checked(partition, slave, verdict)
             if partition is not None and master is not None and verdict.decision is sync.SyncDecision.FROM:
-                verdict = begin_where_needed(partition.needed_offset, slave, verdict, master.start)
+                verdict = handshake.begin_where_needed(partition.needed_offset, slave, verdict, master.start)
             if partition is not None and partition.damage is not None:
-                verdict = wait_before_damage(partition.damage, verdict)
+                verdict = handshake.wait_before_damage(partition.damage, verdict)
             name = f"{request.topic}/{request.partition}"
             log.log(verdict.level, "replica %d, %s: %s", link.replica, name, verdict.reason)
             self._refused.pop((link.replica, name), None)
@@ -286,14 +278,16 @@ class HAService:
             reason = f"replica {link.replica} is in sync and has what this log lacks: {reason}"
             self.failed(partition, CorruptData(partition.name, reason, hint=hint))
 
-    def _checked(self, partition: Partition, slave: Side, verdict: SyncVerdict) -> SyncVerdict:
+    def _checked(
+        self, partition: Partition, slave: handshake.Side, verdict: handshake.SyncVerdict
+    ) -> handshake.SyncVerdict:
         """Returns the verdict to continue, or a refusal if no batch begins there."""
         try:
             begins = partition.log.begins_at(verdict.offset, verdict.position)
         except MetamqError as error:
             self.failed(partition, error)
-            return decide(None, slave)
-        return verdict if begins else refuse_between_batches(slave, verdict)
+            return handshake.decide(None, slave)
+        return verdict if begins else handshake.refuse_between_batches(slave, verdict)
 
     def _push_producers(self, link: HAConnection, partition: Partition, handle: int) -> None:
         """Sends the states of producers whose batches retention removed: the copied log does not show them."""
@@ -307,7 +301,7 @@ class HAService:
         elif states:
             link.push(sync.Producers(sync.PRODUCERS, self.epoch, handle), [states])
 
-    def _side(self, partition: Partition) -> Side | None:
+    def _side(self, partition: Partition) -> handshake.Side | None:
         """Returns the master's side of the handshake, or None if the log is damaged."""
         if partition.closed_by is not None:
             return None
@@ -317,10 +311,10 @@ class HAService:
         except MetamqError as error:
             self.failed(partition, error)
             return None
-        return Side(
+        return handshake.Side(
             partition.topic_id,
-            LogPosition(log_.start_offset, log_.start_position),
-            LogPosition(log_.end_offset, log_.end_position),
+            handshake.LogPosition(log_.start_offset, log_.start_position),
+            handshake.LogPosition(log_.end_offset, log_.end_position),
             log_.stable_offset,
             epochs,
             self._settings.generation,

@@ -62,32 +62,11 @@ class DurableLog:
     """The part of a PartitionLog that keeps the marks and flushes. Callers may read the marks, but not set them."""
 
     __slots__ = (
-        "_bound_offset",
-        "_bound_position",
-        "_config",
-        "_files",
-        "_flush_file",
-        "_folder",
-        "_own_from",
-        "_own_to",
-        "_point",
-        "_refusal",
-        "_slot_unsynced",
-        "_store",
-        "_ticket",
-        "_unsynced",
-        "_writing",
-        "end_offset",
-        "end_position",
-        "flushed_offset",
-        "flushed_position",
-        "last_append_us",
-        "name",
-        "stable_offset",
-        "stable_position",
-        "start_offset",
-        "start_position",
-    )
+        "_bound_offset", "_bound_position", "_config", "_files", "_flush_file", "_folder", "_own_from",
+        "_own_to", "_point", "_refusal", "_slot_unsynced", "_store", "_ticket", "_unsynced", "_writing",
+        "end_offset", "end_position", "flushed_offset", "flushed_position", "last_append_us", "name",
+        "stable_offset", "stable_position", "start_offset", "start_position",
+    )  # fmt: skip
 
     def __init__(self, folder: str, name: str, config: LogConfig, files: FileCache, recovered: RecoveredLog) -> None:
         self.name = name

@@ -25,17 +25,9 @@ class FlushTicket:
     """
 
     __slots__ = (
-        "_descriptors",
-        "_done",
-        "_failed",
-        "_lock",
-        "_name",
-        "_sync",
-        "end_offset",
-        "end_position",
-        "error",
-        "whole",
-    )
+        "_descriptors", "_done", "_failed", "_lock", "_name", "_sync", "end_offset", "end_position",
+        "error", "whole",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.broker.log.disk import epochs
-from metamq.broker.log.disk.derived import (
-    complete_index,
-    cut_index,
-    load_epochs,
-    make_void,
-    rebuild_epochs,
-    rebuild_producers,
-    superfluous,
-    unlink,
-)
+from metamq.broker.log.disk import derived, epochs
 from metamq.broker.log.disk.files import FileCache, is_full
 from metamq.broker.log.disk.index import SparseIndex
 from metamq.broker.log.disk.scan import LOCATION, damaged, find_batch, headers, read_at
@@ -72,25 +63,16 @@ class BatchRun(NamedTuple):
         return self.position + len(self.data)
 
 
+@dataclass(eq=False, slots=True)
 class SegmentStore:
     """The files of one log. One thread only."""
 
-    __slots__ = ("_files", "_folder", "_snapshots", "index_interval_bytes", "segments")
-
-    def __init__(
-        self,
-        folder: str,
-        files: FileCache,
-        segments: list[Segment],
-        snapshots: list[SnapshotName],
-        index_interval_bytes: int,
-    ) -> None:
-        self.segments = segments
-        """The segments in order of positions, at least one; the last one is active."""
-        self.index_interval_bytes = index_interval_bytes
-        self._folder = folder
-        self._files = files
-        self._snapshots = snapshots
+    folder: str
+    files: FileCache
+    segments: list[Segment]
+    """The segments in order of positions, at least one; the last one is active."""
+    snapshots: list[SnapshotName]
+    index_interval_bytes: int
 
     # -- finding --------------------------------------------------------------------------------------------------
 
@@ -99,13 +81,13 @@ class SegmentStore:
         segment, base, position = self.find(offset)
         available = min(stable_position, segment.end_position) - position
         wanted = min(max(bytes_max, HEADER_BYTES), available) & ~7
-        data = read_at(self._files, segment, position, wanted if wanted <= SMALL_BYTES else HEADER_BYTES)
+        data = read_at(self.files, segment, position, wanted if wanted <= SMALL_BYTES else HEADER_BYTES)
         size, found, count = LOCATION.unpack_from(data)
         if found != base or offset >= base + count or not HEADER_BYTES <= size <= min(available, BATCH_BYTES_MAX):
             raise damaged(segment.path, position, f"the batch with offset {base} should begin here")
         wanted = bytes_to_read(wanted, size, available)
         if wanted > len(data):
-            data = read_at(self._files, segment, position, wanted)
+            data = read_at(self.files, segment, position, wanted)
         return LogSlice(data[:wanted], base, position)
 
     def locate(self, offset: int, bytes_max: int, stable_position: int) -> FilePart:
@@ -123,7 +105,7 @@ class SegmentStore:
         index = segment.index or self.index_of(segment)
         base, position = index.find(offset)
         if base != offset:
-            base, position = find_batch(self._files, segment, offset, (base, position), self.index_interval_bytes)
+            base, position = find_batch(self.files, segment, offset, (base, position), self.index_interval_bytes)
         return segment, base, position
 
     def segment_at(self, position: int) -> Segment | None:
@@ -144,12 +126,12 @@ class SegmentStore:
         """Reads for PartitionLog.read_position(); `position` is below the end."""
         segment = self.segments[bisect_right(self.segments, position, key=_BASE_POSITION) - 1]
         available = segment.end_position - position
-        data = memoryview(read_at(self._files, segment, position, min(max(bytes_max, HEADER_BYTES), available)))
+        data = memoryview(read_at(self.files, segment, position, min(max(bytes_max, HEADER_BYTES), available)))
         first = read_header(data) if available >= HEADER_BYTES else None
         if first is None or check_broker_part(data, 0, first) or first.size > min(available, BATCH_BYTES_MAX):
             raise damaged(segment.path, position, "a batch should begin here")
         if first.size > len(data):
-            data = memoryview(read_at(self._files, segment, position, first.size))
+            data = memoryview(read_at(self.files, segment, position, first.size))
         at, offset = first.size, first.end_offset
         while at + HEADER_BYTES <= len(data):
             size, found, count = LOCATION.unpack_from(data, at)
@@ -163,18 +145,18 @@ class SegmentStore:
 
     def first_at_time(self, timestamp_us: int, stable_position: int) -> Search:
         """Searches the segments that begin below the stable mark for the first message at or after the time."""
-        return first_at_time(self._files, self.segments, self.index_of, timestamp_us, stable_position)
+        return first_at_time(self.files, self.segments, self.index_of, timestamp_us, stable_position)
 
     def index_of(self, segment: Segment) -> SparseIndex:
         """The index of a segment. Reads or rebuilds it if it is not in memory."""
         if segment is self.segments[-1]:
             if segment.index is None:
-                segment.index = complete_index(self._files, segment, self.index_interval_bytes)
+                segment.index = derived.complete_index(self.files, segment, self.index_interval_bytes)
             return segment.index
-        index = self._files.indexes.get(segment.path)
+        index = self.files.indexes.get(segment.path)
         if index is None:
-            index = complete_index(self._files, segment, self.index_interval_bytes)
-            self._files.indexes.put(segment.path, index)
+            index = derived.complete_index(self.files, segment, self.index_interval_bytes)
+            self.files.indexes.put(segment.path, index)
         return index
 
     def segment_last_append_us(self, segment: Segment) -> int:
@@ -204,15 +186,15 @@ class SegmentStore:
         """Seals the active segment and starts the next."""
         sealed = self.segments[-1]
         index = self.index_of(sealed)
-        segment = Segment(file_path(self._folder, end_offset, end_position, "log"), end_offset, end_position, 0)
+        segment = Segment(file_path(self.folder, end_offset, end_position, "log"), end_offset, end_position, 0)
         try:
-            self._files.replace(sealed.index_path, index.to_bytes())
+            self.files.replace(sealed.index_path, index.to_bytes())
         except OSError as error:
             if not is_full(error):  # it can be rebuilt from the log
                 raise
-        self._files.create(segment.path)
+        self.files.create(segment.path)
         self.segments.append(segment)
-        self._files.indexes.put(sealed.path, index)
+        self.files.indexes.put(sealed.path, index)
         sealed.last_append_us = index.last_append_us
         sealed.index = None
         segment.index = SparseIndex(end_offset, end_position)
@@ -222,51 +204,51 @@ class SegmentStore:
         """Writes the current index of the active segment."""
         active = self.segments[-1]
         if active.index is not None and active.size_bytes:
-            self._files.replace(active.index_path, active.index.to_bytes())
+            self.files.replace(active.index_path, active.index.to_bytes())
 
     def last_epoch(self) -> int:
         """The epoch of the last batch; -1 if there is no batch."""
         for segment in reversed(self.segments):
             if segment.size_bytes:
                 at = self.index_of(segment).entry_at(segment.end_position)
-                *_, (_position, header) = headers(self._files, segment, at, self.index_interval_bytes)
+                *_, (_position, header) = headers(self.files, segment, at, self.index_interval_bytes)
                 return header.epoch
         return -1
 
     def load_epochs(self, start_offset: int, start_position: int, end_position: int) -> tuple[EpochList, bool]:
         """The list of epochs of the log between these positions, and True if it is that of the saved file."""
-        saved = load_epochs(self._folder)
+        saved = derived.load_epochs(self.folder)
         if saved is not None:
             kept = saved.drop_prefix(start_offset, start_position)
             if kept.is_of(start_position, end_position, self.last_epoch()):
                 return kept, True
-        return rebuild_epochs(self._files, self.segments, self.index_of, self.index_interval_bytes), False
+        return derived.rebuild_epochs(self.files, self.segments, self.index_of, self.index_interval_bytes), False
 
     def save_epochs(self, found: EpochList) -> str:
         """Saves the list; returns the file's path. No fsync: if the file is missing, the list is rebuilt."""
-        path = f"{self._folder}/{epochs.FILE_NAME}"
-        self._files.replace(path, found.to_bytes())
+        path = f"{self.folder}/{epochs.FILE_NAME}"
+        self.files.replace(path, found.to_bytes())
         return path
 
     def load_producers(self, end_position: int) -> ProducerStates:
         """The producer states as of the end."""
-        return rebuild_producers(self._files, self.segments, self._snapshots, end_position)
+        return derived.rebuild_producers(self.files, self.segments, self.snapshots, end_position)
 
     def save_producers(self, states: ProducerStates, offset: int, position: int) -> str:
         """Saves the producer states as of the end, (offset, position), and drops snapshots that are not needed.
 
         Returns the file's path. No fsync: until the next flush, the snapshot before it still serves.
         """
-        snapshot = SnapshotName(position, offset, file_path(self._folder, offset, position, "producers"))
-        self._files.replace(snapshot.path, states.to_bytes(offset, position))
-        if snapshot not in self._snapshots:
-            self._snapshots.append(snapshot)
-        self._drop_snapshots(superfluous(self._snapshots, self.segments))
+        snapshot = SnapshotName(position, offset, file_path(self.folder, offset, position, "producers"))
+        self.files.replace(snapshot.path, states.to_bytes(offset, position))
+        if snapshot not in self.snapshots:
+            self.snapshots.append(snapshot)
+        self._drop_snapshots(derived.superfluous(self.snapshots, self.segments))
         return snapshot.path
 
     def has_producers_from(self, position: int) -> bool:
         """True if the producer states can be rebuilt without the bytes below `position`."""
-        return any(snapshot.position >= position for snapshot in self._snapshots)
+        return any(snapshot.position >= position for snapshot in self.snapshots)
 
     def release_oldest(self, count: int) -> list[str]:
         """Forgets the oldest segments. Returns the files that any thread must remove, the oldest first."""
@@ -274,20 +256,20 @@ class SegmentStore:
         del self.segments[:count]
         paths = []
         for segment in going:
-            self._files.forget(segment.path)
-            self._files.indexes.forget(segment.path)
+            self.files.forget(segment.path)
+            self.files.indexes.forget(segment.path)
             paths += [segment.path, segment.index_path]
-        for snapshot in superfluous(self._snapshots, self.segments):
-            self._snapshots.remove(snapshot)
+        for snapshot in derived.superfluous(self.snapshots, self.segments):
+            self.snapshots.remove(snapshot)
             paths.append(snapshot.path)
-        return make_void(paths)
+        return derived.make_void(paths)
 
     def boundary_before(self, position: int) -> tuple[Segment, SparseIndex]:
         """The segment that holds `position`, and its index, cut at the last batch boundary at or below it."""
         segment = self.segments[bisect_right(self.segments, position, key=_BASE_POSITION) - 1]
         index = self.index_of(segment)
-        self._files.indexes.forget(segment.path)
-        cut_index(self._files, segment, index, position, self.index_interval_bytes)
+        self.files.indexes.forget(segment.path)
+        derived.cut_index(self.files, segment, index, position, self.index_interval_bytes)
         return segment, index
 
     def cut(self, segment: Segment, index: SparseIndex) -> None:
@@ -296,13 +278,13 @@ class SegmentStore:
         while self.segments[-1] is not segment:
             self._drop(self.segments[-1])
             del self.segments[-1]
-        unlink(segment.index_path)
-        unlink(f"{self._folder}/{epochs.FILE_NAME}")
-        self._drop_snapshots([s for s in self._snapshots if s.position > position])
-        fd = self._files.descriptor(segment.path)
+        derived.unlink(segment.index_path)
+        derived.unlink(f"{self.folder}/{epochs.FILE_NAME}")
+        self._drop_snapshots([s for s in self.snapshots if s.position > position])
+        fd = self.files.descriptor(segment.path)
         os.ftruncate(fd, position - segment.base_position)
-        self._files.sync(fd)
-        self._files.sync_folder(self._folder)
+        self.files.sync(fd)
+        self.files.sync_folder(self.folder)
         segment.size_bytes = position - segment.base_position
         segment.last_append_us = None
         segment.index = index
@@ -310,17 +292,17 @@ class SegmentStore:
     def close(self) -> None:
         """Closes the files."""
         for segment in self.segments:
-            self._files.forget(segment.path)
-            self._files.indexes.forget(segment.path)
+            self.files.forget(segment.path)
+            self.files.indexes.forget(segment.path)
             segment.index = None
 
     def _drop(self, segment: Segment) -> None:
-        self._files.forget(segment.path)
-        self._files.indexes.forget(segment.path)
-        unlink(segment.path)
-        unlink(segment.index_path)
+        self.files.forget(segment.path)
+        self.files.indexes.forget(segment.path)
+        derived.unlink(segment.path)
+        derived.unlink(segment.index_path)
 
     def _drop_snapshots(self, snapshots: list[SnapshotName]) -> None:
         for snapshot in snapshots:
-            unlink(snapshot.path)
-            self._snapshots.remove(snapshot)
+            derived.unlink(snapshot.path)
+            self.snapshots.remove(snapshot)

@@ -11,11 +11,10 @@ from metamq.broker.data.partition import BatchIds
 from metamq.broker.data.scrubber import Scrubber
 from metamq.broker.front_door.admission import Admission
 from metamq.broker.front_door.answer_memory import AnswerMemory
-from metamq.broker.front_door.appends import Appends
+from metamq.broker.front_door.appends import Appends, PutProcessor, TxProcessor
 from metamq.broker.front_door.fetch_session import ReplicaReadRole
 from metamq.broker.front_door.look_ups import LookUps
 from metamq.broker.front_door.protocol import FrontDoor, Processor, Timeouts
-from metamq.broker.front_door.puts import PutProcessor, TxProcessor
 from metamq.broker.front_door.replicas import ReplicaProcessor
 from metamq.broker.front_door.request_memory import RequestMemory
 from metamq.broker.front_door.slices import Slices

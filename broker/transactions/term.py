@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from metamq.broker.transactions.commits import CommitApplier
     from metamq.broker.transactions.journal import JournalStore
     from metamq.errors import MetamqError
+    from metamq.wire.commands import Tx, TxResult
     from metamq.wire.connection import Request
-    from metamq.wire.tx_commands import Tx, TxResult
 
 
 class SessionConnection(Protocol):

@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from metamq.cli import log_reader
 from metamq.cli.command import Group
 from metamq.cli.commands.log_forget import accept, forget, lost_partitions, resolve_data_folder
-from metamq.cli.log_reader import (
-    LogFinding,
-    PartitionFolder,
-    PartitionReport,
-    find_partitions,
-    lock_holder,
-    stored_batches,
-    verify_partition,
-)
 from metamq.cli.show.message_format import as_json
 from metamq.cli.show.output import TABLE_OR_JSON, count, output_option, print_json, print_line, print_table, say
 from metamq.cli.show.progress import progress_bar
@@ -68,12 +60,12 @@ def verify(folder: Path, output: str) -> int:
     metamq log verify ./metamq-data
     metamq log verify ./metamq-data/broker/topics/flights@0123456789abcdef -o json
     """
-    partitions = find_partitions(folder)
+    partitions = log_reader.find_partitions(folder)
     data_folder = resolve_data_folder(folder)
     is_used = _warn_if_used(folder)
     total = sum(partition.size_bytes for partition in partitions)
     with progress_bar("Checking", total, unit="bytes") as advance:
-        reports = [verify_partition(partition, advance) for partition in partitions]
+        reports = [log_reader.verify_partition(partition, advance) for partition in partitions]
     reports = _with_missing(reports, data_folder)
     if output == "json":
         print_json([{**asdict(report), "is_damaged": report.is_damaged} for report in reports])
@@ -85,24 +77,24 @@ def verify(folder: Path, output: str) -> int:
     return 1 if damaged else 0
 
 
-def _with_missing(reports: list[PartitionReport], folder: Path) -> list[PartitionReport]:
+def _with_missing(reports: list[log_reader.PartitionReport], folder: Path) -> list[log_reader.PartitionReport]:
     """Adds partitions whose folder is missing although the broker had it, or whose files came from elsewhere."""
     by_path = {Path(report.path).resolve(): report for report in reports}
     for place, problem in lost_partitions(folder):
         reason = f"{problem}: {place.path}"
-        report = by_path.setdefault(place.path.resolve(), PartitionReport(place.name, str(place.path)))
-        report.findings.append(LogFinding("damage", report.path, 0, 0, 0, reason))
+        report = by_path.setdefault(place.path.resolve(), log_reader.PartitionReport(place.name, str(place.path)))
+        report.findings.append(log_reader.LogFinding("damage", report.path, 0, 0, 0, reason))
     return list(by_path.values())
 
 
 def _warn_if_used(folder: Path) -> bool:
-    holder = lock_holder(folder)
+    holder = log_reader.lock_holder(folder)
     if holder is not None:
         say(f"The data folder is in use by {holder}: bytes that it writes now may look torn.", fg="yellow")
     return holder is not None
 
 
-def _print_reports(reports: list[PartitionReport], *, is_used: bool) -> None:
+def _print_reports(reports: list[log_reader.PartitionReport], *, is_used: bool) -> None:
     print_table(
         ["PARTITION", "OFFSETS", "BATCHES", "MESSAGES", "SIZE"],
         [
@@ -147,10 +139,10 @@ def dump(folder: Path, from_offset: int, limit: int | None, with_messages: bool,
     metamq log dump ./metamq-data/broker/topics/flights@0123456789abcdef/0
     metamq log dump ./metamq-data --from 5000 -n 1 --messages
     """
-    partitions = find_partitions(folder)
+    partitions = log_reader.find_partitions(folder)
     _warn_if_used(folder)
     for partition in partitions:
-        batches = itertools.islice(stored_batches(partition, from_offset), limit)
+        batches = itertools.islice(log_reader.stored_batches(partition, from_offset), limit)
         if with_messages:
             for _position, header, data in batches:
                 _print_messages(partition, header, data, from_offset)
@@ -191,7 +183,9 @@ def _batch_json(header: BatchHeader) -> dict[str, Any]:
     return {**header._asdict(), "codec": _codec_name(header)}
 
 
-def _print_messages(partition: PartitionFolder, header: BatchHeader, data: memoryview, from_offset: int) -> None:
+def _print_messages(
+    partition: log_reader.PartitionFolder, header: BatchHeader, data: memoryview, from_offset: int
+) -> None:
     topic, _slash, index = partition.name.rpartition("/")
     batch: MessageBatch[bytes] = MessageBatch(TopicPartition(topic, index), header, data, from_offset)
     for message in batch:

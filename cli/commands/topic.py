@@ -10,24 +10,9 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
+from metamq.cli.show import units
 from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, YES, confirm, count, print_json, print_table, say
 from metamq.cli.show.topic_view import config_json, description_json, print_description, size_in_words
-from metamq.cli.show.units import (
-    DURATION,
-    DURATION_OR_UNLIMITED,
-    EXISTING_TOPIC,
-    FLUSH,
-    SIZE,
-    SIZE_OR_UNLIMITED,
-    TOPIC,
-    UNLIMITED,
-    as_written,
-    show_bytes,
-    show_flush,
-    show_ids,
-    show_ms,
-    show_retention,
-)
 from metamq.client.admin.admin_core import WAIT_S
 from metamq.errors import ConfigError, CorruptData
 
@@ -38,15 +23,16 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SETTINGS = (
-    click.option("--flush", type=FLUSH, help="When to fsync: ack (before acknowledging), 1000 (messages), 500ms, "
-                 "1000/500ms or never."),
-    click.option("--retention", "retention_ms", type=DURATION_OR_UNLIMITED, help="Time to keep messages: 12h, 7d, "
+    click.option("--flush", type=units.FLUSH, help="When to fsync: ack (before acknowledging), 1000 (messages), "
+                 "500ms, 1000/500ms or never."),
+    click.option("--retention", "retention_ms", type=units.DURATION_OR_UNLIMITED, help="Time to keep messages: "
+                 "12h, 7d, unlimited."),
+    click.option("--retention-bytes", type=units.SIZE_OR_UNLIMITED, help="Size to keep of each partition: 10GiB, "
                  "unlimited."),
-    click.option("--retention-bytes", type=SIZE_OR_UNLIMITED, help="Size to keep of each partition: 10GiB, unlimited."),
     click.option("--cleanup", type=click.Choice(["delete", "archive"]), help="Delete or archive messages past "
                  "retention."),
-    click.option("--segment-bytes", type=SIZE, help="Size of one file of a partition: 256MiB."),
-    click.option("--max-message-bytes", type=SIZE, help="Refuse larger messages: 1MiB."),
+    click.option("--segment-bytes", type=units.SIZE, help="Size of one file of a partition: 256MiB."),
+    click.option("--max-message-bytes", type=units.SIZE, help="Refuse larger messages: 1MiB."),
     click.option("--min-insync", type=int, help="Replicas that must be in sync for a write."),
     click.option("--replication", type=click.Choice(["async", "sync"]), help="Acknowledge before (async) or after "
                  "(sync) the slaves have a message."),
@@ -57,7 +43,7 @@ _BROKERS = click.option(
 _WAIT = click.option(
     "--wait",
     "wait_ms",
-    type=DURATION,
+    type=units.DURATION,
     default=f"{WAIT_S:g}s",
     show_default=True,
     help="Wait at most this long for the brokers.",
@@ -71,7 +57,7 @@ def _settings(function: F) -> F:
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if value == UNLIMITED else value for name, value in options.items() if value is not None}
+    return {name: None if value == units.UNLIMITED else value for name, value in options.items() if value is not None}
 
 
 @contextlib.contextmanager
@@ -82,7 +68,7 @@ def _named_as_given(options: dict[str, Any]) -> Iterator[None]:
     except ConfigError as error:
         for parameter in click.get_current_context().command.params:
             refused = f": {parameter.name} is {options.get(parameter.name or '')!r}"
-            text = as_written(parameter)
+            text = units.as_written(parameter)
             if text is not None and error.problem.endswith(refused):
                 problem = f"{error.problem.removesuffix(refused)}: {parameter.opts[0]} is {text}"
                 raise ConfigError(problem, hint=error.hint) from None
@@ -95,7 +81,7 @@ def topic() -> None:
 
 
 @topic.command()
-@click.argument("name", type=TOPIC)
+@click.argument("name", type=units.TOPIC)
 @click.option("-p", "--partitions", type=int, default=4, show_default=True, help="Total number, over all brokers.")
 @_settings
 @_BROKERS
@@ -155,9 +141,9 @@ def list_topics(output: str) -> None:
             [
                 config.topic,
                 sum(config.partitions.values()),
-                show_ids(config.partitions),
-                show_flush(config.flush),
-                show_retention(config.retention_ms, config.retention_bytes),
+                units.show_ids(config.partitions),
+                units.show_flush(config.flush),
+                units.show_retention(config.retention_ms, config.retention_bytes),
                 config.cleanup,
             ]
             for config in configs
@@ -166,7 +152,7 @@ def list_topics(output: str) -> None:
 
 
 @topic.command()
-@click.argument("names", type=EXISTING_TOPIC, nargs=-1, required=True)
+@click.argument("names", type=units.EXISTING_TOPIC, nargs=-1, required=True)
 @TABLE_OR_JSON
 def describe(names: tuple[str, ...], output: str) -> None:
     """Show the settings and partitions of topics.
@@ -187,7 +173,7 @@ def describe(names: tuple[str, ...], output: str) -> None:
 
 
 @topic.command()
-@click.argument("name", type=EXISTING_TOPIC)
+@click.argument("name", type=units.EXISTING_TOPIC)
 @click.option("-p", "--partitions", type=int, help="The new number of partitions; it can only grow.")
 @_settings
 @_BROKERS
@@ -215,7 +201,7 @@ def alter(
         losses = [
             f"Topic {name}: {setting} from {show(getattr(before, setting))} to {show(settings[setting])}, "
             "messages past it will be removed."
-            for setting, show in (("retention_ms", show_ms), ("retention_bytes", show_bytes))
+            for setting, show in (("retention_ms", units.show_ms), ("retention_bytes", units.show_bytes))
             if setting in settings and _is_less(settings[setting], getattr(before, setting))
         ]
         if losses:
@@ -237,7 +223,7 @@ def _is_less(after: int | None, before: int | None) -> bool:
 
 
 @topic.command()
-@click.argument("names", type=EXISTING_TOPIC, nargs=-1, required=True)
+@click.argument("names", type=units.EXISTING_TOPIC, nargs=-1, required=True)
 @_WAIT
 @YES
 @TEXT_OR_JSON

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from metamq.client.checks import check_callables, check_seconds, partition_of
-from metamq.client.consumer.aio_listener import ListenerTasks
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer.dead_letters import DeadLetters
+from metamq.client.consumer.listener import ListenerTasks
 from metamq.client.consumer.receivers import TaskReceiver
 from metamq.client.consumer.retrying import RetryPolicy
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
@@ -206,7 +206,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._core.check_loop_may_begin()
         dead_letters = DeadLetters(self._servers, self._root, self._plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
-        tasks = ListenerTasks(self._receiver, listener, self._filter, dead_letters, policy, concurrency)
+        tasks = ListenerTasks(listener, self._filter, dead_letters, policy, concurrency, self._receiver)
         with self._one_loop.begun(asyncio.current_task) as check_loop:
             check_loop()
             self._finish()

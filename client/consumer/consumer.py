@@ -122,11 +122,7 @@ class Consumer(ConsumerApi[T]):
         self._close_ended = threading.Event()
         self._background = background()
         self._core = ConsumerCore(
-            plan,
-            options,
-            self._background.loop,
-            on_assigned=_in_thread(on_assigned),
-            on_revoked=_in_thread(on_revoked),
+            plan, options, self._background.loop, on_assigned=_in_thread(on_assigned), on_revoked=_in_thread(on_revoked)
         )
         self._receiver = ThreadReceiver(self._core, self._background, idle_timeout_s, confirms=self._asks_for_the_end)
         self._servers = zookeeper_servers(zookeeper, config)
@@ -286,7 +282,7 @@ class Consumer(ConsumerApi[T]):
         self._core.check_loop_may_begin()
         dead_letters = DeadLetters(self._servers, self._root, self._core.plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
-        pool = ListenerPool(self._receiver, self._background, listener, self._filter, dead_letters, policy, concurrency)
+        pool = ListenerPool(listener, self._filter, dead_letters, policy, concurrency, self._receiver, self._background)
         with self._one_loop.begun(threading.current_thread) as check_loop:
             check_loop()
             self._finish()

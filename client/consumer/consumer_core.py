@@ -12,13 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from metamq.client.consumer.health import (
-    PUBLISH_LIMIT_S,
-    ConsumerHealth,
-    done_offsets,
-    health_of,
-    watch_progress,
-)
+from metamq.client.consumer.health import PUBLISH_LIMIT_S, ConsumerHealth, done_offsets, health_of, watch_progress
 from metamq.client.consumer.loop_end import LoopEnd
 from metamq.client.consumer.unshared import UnsharedAssignment
 from metamq.client.fetch.commits import OffsetCommits

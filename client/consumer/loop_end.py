@@ -18,6 +18,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -93,36 +94,27 @@ def decide(
     return LoopDecision(LoopStep.WAIT if wait_s > 0 else LoopStep.ASK, wait_s, idle_since)
 
 
+@dataclass(eq=False)
 class LoopEnd:
     """The end of one consumer's loops. `confirm` and `warn` are for the event loop; the others are thread-safe."""
 
-    def __init__(
-        self,
-        servers: str,
-        lease: Lease,
-        inbox: Inbox,
-        assignment: Assignment,
-        outages: Outages,
-        finder: OffsetFinder,
-        *,
-        pauses: bool,
-    ) -> None:
-        """`pauses`: True if the consumer delivers nothing without the lease, and logs that itself."""
-        self._servers = servers
-        self._lease = lease
-        self._inbox = inbox
-        self._assignment = assignment
-        self._outages = outages
-        self._finder = finder
-        self._pauses = pauses
-        self._placing: dict[PartitionState, None] = {}
-        self._placed_at = time.monotonic()
-        self._turn = asyncio.Lock()
-        self._doubt: Obstacle | None = None
-        self._doubted_at: Mapping[TopicPartition, int] | None = {}
-        self._requested_at = 0.0
-        self._ask_from = 0.0
-        self._has_warned = False
+    servers: str
+    lease: Lease
+    inbox: Inbox
+    assignment: Assignment
+    outages: Outages
+    finder: OffsetFinder
+    _: KW_ONLY
+    pauses: bool
+    """True if the consumer delivers nothing without the lease, and logs that itself."""
+    _placing: dict[PartitionState, None] = field(default_factory=dict, init=False)
+    _placed_at: float = field(default_factory=time.monotonic, init=False)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _doubt: Obstacle | None = field(default=None, init=False)
+    _doubted_at: Mapping[TopicPartition, int] | None = field(default_factory=dict, init=False)
+    _requested_at: float = field(default=0.0, init=False)
+    _ask_from: float = field(default=0.0, init=False)
+    _has_warned: bool = field(default=False, init=False)
 
     # Called by the consumer
 
@@ -138,7 +130,7 @@ class LoopEnd:
 
     def warn(self) -> None:
         """Warns of lasting obstacles. Outages of brokers and pauses are logged elsewhere."""
-        found = self._assignment.unsettled() or (None if self._pauses else self._zookeeper_away())
+        found = self.assignment.unsettled() or (None if self.pauses else self._zookeeper_away())
         if found is None and time.monotonic() - self._ask_from < AT_ONCE_S:  # a loop waits for it
             found = self._doubt if self._doubt is not None and self._doubt.error is not HANDLED else None
         if found is None and self._has_warned:
@@ -157,18 +149,18 @@ class LoopEnd:
         If there are several obstacles, the first one to lose patience counts, with the error of the most probable
         cause.
         """
-        all_of_them = (self._zookeeper_away(), self._outage(), self._assignment.unsettled(), self._not_placed())
+        all_of_them = (self._zookeeper_away(), self._outage(), self.assignment.unsettled(), self._not_placed())
         found = [each for each in all_of_them if each is not None]
         if not found:
             return None
         return min(found, key=lambda each: each.since + each.patience_s)._replace(error=found[0].error)
 
     def _zookeeper_away(self) -> Obstacle | None:
-        over_s = self._lease.over_s()
+        over_s = self.lease.over_s()
         if over_s is None:
             return None
         error = ConnectError(
-            f"ZooKeeper at {self._servers}",
+            f"ZooKeeper at {self.servers}",
             f"it has not answered for {max(over_s, 0.0):.0f} s, so there may be more to read",
             hint="Is it running? Messages that are not committed are delivered again.",
         )
@@ -184,11 +176,11 @@ class LoopEnd:
         return Obstacle(Timeout(what, patience_s), self._placed_at, patience_s)
 
     def _outage(self) -> Obstacle | None:
-        since = self._outages.began_at()
+        since = self.outages.began_at()
         if since is None:
             return None
         try:
-            error = self._outages.error()
+            error = self.outages.error()
         except ValueError:  # the outage has just ended
             return None
         return Obstacle(error, since, outages.PATIENCE_S)
@@ -216,7 +208,7 @@ class LoopEnd:
             requested_at, positions = time.monotonic(), self._doubted_at
             doubt: Obstacle | None
             try:
-                doubt = await self._assignment.confirm()
+                doubt = await self.assignment.confirm()
                 if doubt is None:  # all partitions are assigned, so these are all positions
                     positions = self._positions()
                     doubt = await self._ask_brokers(positions)
@@ -232,14 +224,14 @@ class LoopEnd:
     async def has_all_partitions(self) -> bool:
         """Returns True if the consumer has every partition of its own. Asks ZooKeeper, like confirm()."""
         try:
-            return self.obstacle() is None and await self._assignment.confirm() is None
+            return self.obstacle() is None and await self.assignment.confirm() is None
         except MetamqError:
             return False
 
     def _positions(self) -> dict[TopicPartition, int] | None:
         """Returns the read position of each partition, or None while fetched messages are not done."""
-        with self._inbox.lock:
-            states = [state for state in self._inbox.states.values() if not state.paused and not state.closing]
+        with self.inbox.lock:
+            states = [state for state in self.inbox.states.values() if not state.paused and not state.closing]
             if any(state.in_flight is not None or state.buffered for state in states):
                 return None
             return {state.tp: state.next_offset for state in states}
@@ -250,16 +242,16 @@ class LoopEnd:
             return Obstacle(HANDLED, requested_at, inf)
         by_broker: dict[int, dict[TopicPartition, str]] = defaultdict(dict)
         for tp in positions:
-            state = self._inbox.states.get(tp)
+            state = self.inbox.states.get(tp)
             if state is not None and state.claim is not None:
                 by_broker[parse_partition(tp.partition)[0]][tp] = state.claim.topic_id
         for broker_id, topic_ids in by_broker.items():
             try:
-                ends = await self._finder.ends(topic_ids, master_only=True)
+                ends = await self.finder.ends(topic_ids, master_only=True)
             except MetamqError as error:
                 reason = error.reason if isinstance(error, ConnectError) else error.problem
                 away = ConnectError(
-                    self._outages.name_of(broker_id),
+                    self.outages.name_of(broker_id),
                     f"it could not be asked if {count(len(topic_ids), 'partition')} had more to read: {reason}",
                     hint="Is the broker running? The processed messages are committed: start again when it is back.",
                 )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from metamq.client.consumer.loop_end import LoopEnd, LoopStep
@@ -41,6 +42,7 @@ class _Wait:
         return 0.0 if decision.step is LoopStep.ASK else decision.wait_s
 
 
+@dataclass(eq=False)
 class ThreadReceiver:
     """The receiver for any thread, outside of the core's loop.
 
@@ -48,13 +50,11 @@ class ThreadReceiver:
     loop only at the end of the data. With False, the idle time ends it in any case.
     """
 
-    def __init__(
-        self, core: ConsumerCore, background: BackgroundLoop, idle_timeout_s: float | None, *, confirms: bool = True
-    ) -> None:
-        self._core = core
-        self._background = background
-        self._idle_timeout_s = idle_timeout_s
-        self._confirms = confirms
+    core: ConsumerCore
+    background: BackgroundLoop
+    idle_timeout_s: float | None
+    _: KW_ONLY
+    confirms: bool = True
 
     def take(
         self, stop: threading.Event | None = None, *, whole: bool = False, max_messages: int = 0
@@ -71,7 +71,7 @@ class ThreadReceiver:
     def _take(
         self, stop: threading.Event | None, whole: bool, max_messages: int, taken: list[InFlightBatch]
     ) -> InFlightBatch | None:
-        inbox = self._core.inbox
+        inbox = self.core.inbox
         wait: _Wait | None = None
         while True:
             with inbox.lock:
@@ -80,30 +80,30 @@ class ThreadReceiver:
                 in_flight = inbox.take(whole=whole, taken=taken, max_messages=max_messages)
                 if in_flight is not None:
                     return in_flight
-                wait = wait or _Wait(self._core.end, confirms=self._confirms)
-                wait_s = None if wait.is_over else wait.wait_s(self._idle_timeout_s)
+                wait = wait or _Wait(self.core.end, confirms=self.confirms)
+                wait_s = None if wait.is_over else wait.wait_s(self.idle_timeout_s)
                 if wait.is_over:
                     return None
                 if wait_s is None or wait_s > 0:
                     inbox.filled.wait(wait_s)
                     continue
-            wait.is_over = self._background.run(self._core.end.confirm())
+            wait.is_over = self.background.run(self.core.end.confirm())
 
     def release(self, in_flight: InFlightBatch, *, last_done: bool) -> None:
         """Releases a batch that a handler has finished. `last_done`: True if the last delivered message is done."""
-        if self._core.inbox.finish(in_flight, last_done=last_done):
-            self._background.call_soon(self._core.refetch, in_flight.state)
-        if self._core.has_stalled():
-            self._background.call_soon(self._core.consumed)
+        if self.core.inbox.finish(in_flight, last_done=last_done):
+            self.background.call_soon(self.core.refetch, in_flight.state)
+        if self.core.has_stalled():
+            self.background.call_soon(self.core.consumed)
 
     def poke(self) -> None:
         """Makes the waiting threads check their stop events."""
-        self._core.inbox.poke()
+        self.core.inbox.poke()
 
     @property
     def closed(self) -> bool:
         """True if no further batch will come."""
-        return self._core.inbox.closed
+        return self.core.inbox.closed
 
 
 class TaskReceiver:

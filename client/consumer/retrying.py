@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from metamq.client.checks import awaitable_listener, check_seconds, check_whole
 from metamq.client.model import Message, message_of
@@ -63,26 +63,20 @@ class RetryPolicy:
         return min(self.retry_delay_s * 2.0 ** (failed_attempts - 1), RETRY_DELAY_MAX_S)
 
 
+@dataclass(eq=False)
 class ListenerRun(ABC):
     """The common part of both kinds of `run()`. Without `dead_letters` a given-up message ends `run()`."""
 
-    _awaits: bool
+    listener: Listener[Any]
+    filter: Callable[[Message[Any]], bool] | None
+    dead_letters: DeadLetters | None
+    policy: RetryPolicy
+    concurrency: int
+    _awaits: ClassVar[bool]
     """True if the result of the listener is awaited."""
 
-    def __init__(
-        self,
-        listener: Listener[Any],
-        filter: Callable[[Message[Any]], bool] | None,
-        dead_letters: DeadLetters | None,
-        policy: RetryPolicy,
-        concurrency: int,
-    ) -> None:
-        check_whole("concurrency", concurrency, 1)
-        self._listener = listener
-        self._filter = filter
-        self._dead_letters = dead_letters
-        self._policy = policy
-        self._concurrency = concurrency
+    def __post_init__(self) -> None:
+        check_whole("concurrency", self.concurrency, 1)
 
     @abstractmethod
     async def _give_up(
@@ -104,7 +98,7 @@ class ListenerRun(ABC):
             try:
                 for fields in in_flight.iterate():
                     message: Message[Any] = message_of(fields)
-                    if self._filter is not None and not self._filter(message):
+                    if self.filter is not None and not self.filter(message):
                         continue
                     if not await self._deliver(in_flight, message):
                         return False
@@ -130,19 +124,19 @@ class ListenerRun(ABC):
                     if not failed:
                         raise rejected
                     message, rejected = in_flight.batch.decoded_message(message.offset), None
-                    if self._filter is not None and not self._filter(message):
+                    if self.filter is not None and not self.filter(message):
                         return True
-                outcome = self._listener(message)
+                outcome = self.listener(message)
                 if self._awaits and inspect.isawaitable(outcome):
                     await outcome
             except Exception as error:
                 failed += not isinstance(error, Rollback)
-                pause_s = self._policy.pause_after(error, failed)
+                pause_s = self.policy.pause_after(error, failed)
                 if pause_s is None:
-                    if self._dead_letters is None:
+                    if self.dead_letters is None:
                         raise
                     value = in_flight.batch.plain_value(message.offset)
-                    await self._give_up(self._dead_letters, message, value, error, failed)
+                    await self._give_up(self.dead_letters, message, value, error, failed)
                     return True
                 log.info("%s/%s offset %d failed: %r; next attempt in %g s", *message[:3], error, pause_s)
             else:
@@ -157,4 +151,4 @@ class ListenerRun(ABC):
         if inspect.isawaitable(outcome):
             if inspect.iscoroutine(outcome):
                 outcome.close()  # avoids a warning of Python in addition to the error
-            raise awaitable_listener(self._listener)
+            raise awaitable_listener(self.listener)

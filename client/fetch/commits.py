@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from metamq.client.group.assignment import Assignment, not_assigned
@@ -19,16 +20,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.client")
 
 
+@dataclass(eq=False)
 class OffsetCommits:
     """The commits of one consumer. `errors` has each partition's last error, for health()."""
 
-    def __init__(
-        self, plan: ConsumerPlan, inbox: Inbox, assignment: Assignment, errors: dict[TopicPartition, str]
-    ) -> None:
-        self._plan = plan
-        self._inbox = inbox
-        self._assignment = assignment
-        self._errors = errors
+    plan: ConsumerPlan
+    inbox: Inbox
+    assignment: Assignment
+    errors: dict[TopicPartition, str]
 
     async def commit_often(self, interval_ms: int) -> None:
         """Commits what is done, periodically, until the task is cancelled."""
@@ -43,13 +42,13 @@ class OffsetCommits:
                 if isinstance(error, OwnershipLost):
                     log.info("%s", error)
                 else:
-                    self._errors[tp] = str(error)
+                    self.errors[tp] = str(error)
 
     def due(self) -> list[CommitRequest]:
         """Returns the offsets that are done and not committed. Thread-safe."""
         requests = []
-        for state in list(self._inbox.states.values()):
-            with self._inbox.lock:
+        for state in list(self.inbox.states.values()):
+            with self.inbox.lock:
                 due = state.due_commit()
             if state.claim is not None and due is not None:
                 requests.append(CommitRequest(state.claim, *due))
@@ -62,7 +61,7 @@ class OffsetCommits:
         assigned. Raises OwnershipLost; PartitionNotFound; ConfigError without a group or for a topic that is not
         subscribed.
         """
-        if self._plan.group is None:
+        if self.plan.group is None:
             raise ConfigError("a consumer without a group has nothing to commit to", hint="Give Consumer(group=...).")
         if offsets is None:
             return self.due()
@@ -71,12 +70,12 @@ class OffsetCommits:
     def _request(self, tp: TopicPartition, offset: int, delivered: bool) -> CommitRequest:
         if not isinstance(offset, int) or offset < 0:
             raise ConfigError(f"{tp}: {offset!r} is not an offset", hint="An offset is a whole number, 0 or more.")
-        state = self._inbox.states.get(tp)
+        state = self.inbox.states.get(tp)
         if state is None or state.claim is None:
             if delivered:  # it was assigned when the message was delivered, even if its topic is deleted now
                 raise OwnershipLost(*tp, reason="it is not assigned to this consumer")
-            raise not_assigned(tp, self._plan.topics, self._assignment)
-        with self._inbox.lock:
+            raise not_assigned(tp, self.plan.topics, self.assignment)
+        with self.inbox.lock:
             if delivered and not state.has_delivered(offset):
                 raise OwnershipLost(*tp, reason=f"it had another owner since offset {offset - 1} was delivered")
             epoch = state.in_flight.batch.epoch if state.in_flight is not None else state.epoch
@@ -84,11 +83,11 @@ class OffsetCommits:
 
     async def commit(self, requests: list[CommitRequest]) -> Mapping[TopicPartition, MetamqError]:
         """Commits. Returns what was refused."""
-        if not requests or self._plan.group is None:
+        if not requests or self.plan.group is None:
             return {}
-        refused = await self._assignment.commit(requests)
+        refused = await self.assignment.commit(requests)
         for request in requests:
-            state = self._inbox.states.get(request.claim.tp)
+            state = self.inbox.states.get(request.claim.tp)
             if state is not None and request.claim.tp not in refused:
                 state.committed_offset = request.offset
         return refused

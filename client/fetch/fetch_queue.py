@@ -11,6 +11,7 @@ import heapq
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -26,45 +27,28 @@ DAMAGED_FETCHES_MAX = 5
 """The number of times that the same bytes arrive damaged before the damage is raised."""
 
 
+@dataclass(eq=False, slots=True)
 class FetchRequest:
     """The next fetch of one partition. A new one replaces it when the partition is rewound."""
 
-    __slots__ = (
-        "cancelled",
-        "damaged_fetches",
-        "delay_s",
-        "due",
-        "epoch",
-        "error",
-        "index",
-        "offset",
-        "opened",
-        "source",
-        "topic_id",
-        "tp",
-    )
-
-    def __init__(
-        self, tp: TopicPartition, topic_id: str, source: Source, index: int, offset: int, epoch: int = -1
-    ) -> None:
-        self.tp = tp
-        self.topic_id = topic_id
-        self.source = source
-        self.index = index
-        self.offset = offset
-        self.epoch = epoch
-        """The epoch of the message before `offset`; -1: not known."""
-        self.due = 0.0
-        self.delay_s = 0.0
-        """Seconds of delay after the last error; 0 after data."""
-        self.damaged_fetches = 0
-        """The number of consecutive answers that were damaged at `offset`."""
-        self.error: MetamqError | None = None
-        """The error to raise once all messages before `offset` are done."""
-        self.cancelled = False
-        """True if the answer is not needed any more."""
-        self.opened: tuple[object, int] | None = None
-        """The fetch session that knows the request, and its handle there."""
+    tp: TopicPartition
+    topic_id: str
+    source: Source
+    index: int
+    offset: int
+    epoch: int = -1
+    """The epoch of the message before `offset`; -1: not known."""
+    due: float = 0.0
+    delay_s: float = 0.0
+    """Seconds of delay after the last error; 0 after data."""
+    damaged_fetches: int = 0
+    """The number of consecutive answers that were damaged at `offset`."""
+    error: MetamqError | None = None
+    """The error to raise once all messages before `offset` are done."""
+    cancelled: bool = False
+    """True if the answer is not needed any more."""
+    opened: tuple[object, int] | None = None
+    """The fetch session that knows the request, and its handle there."""
 
     def came_damaged(self, damage: CorruptData) -> CorruptData | None:
         """Counts one more damaged answer at `offset`. Returns the error to raise after DAMAGED_FETCHES_MAX of them."""

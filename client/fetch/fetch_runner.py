@@ -20,6 +20,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -90,28 +91,21 @@ class FetchBudget:
         return self._inbox.buffered_bytes < limit and state.buffered_bytes < limit // 2
 
 
+@dataclass(eq=False)
 class FetchRunner:
     """Serves the queue's requests to one replica until cancelled. `limits` is called before each GET."""
 
-    def __init__(
-        self,
-        source: Source,
-        queue: FetchRequestQueue,
-        cluster: ClusterClient,
-        sink: FetchSink,
-        limits: Callable[[], FetchLimits],
-    ) -> None:
-        self.source = source
-        self._queue = queue
-        self._cluster = cluster
-        self._sink = sink
-        self._limits = limits
-        self._changed = asyncio.Event()
-        self._armed: dict[int, FetchRequest] = {}
-        self._closed_handles: deque[tuple[object, int]] = deque()
-        self._polls: deque[tuple[asyncio.Future[Response], float]] = deque()
-        """The unanswered GETs, each with the time at which it is late."""
-        self.last_answer_s = 0.0
+    source: Source
+    queue: FetchRequestQueue
+    cluster: ClusterClient
+    sink: FetchSink
+    limits: Callable[[], FetchLimits]
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _armed: dict[int, FetchRequest] = field(default_factory=dict, init=False)
+    _closed_handles: deque[tuple[object, int]] = field(default_factory=deque, init=False)
+    _polls: deque[tuple[asyncio.Future[Response], float]] = field(default_factory=deque, init=False)
+    """The unanswered GETs, each with the time at which it is late."""
+    last_answer_s: float = field(default=0.0, init=False)
 
     def wake(self) -> None:
         """Makes the runner check for due requests."""
@@ -136,11 +130,11 @@ class FetchRunner:
     async def run(self) -> None:
         """Fetches until the task is cancelled."""
         while True:
-            while self._queue.next_due(self.source) is None:
+            while self.queue.next_due(self.source) is None:
                 await self._wait(asyncio.get_running_loop(), None)
             connection: BrokerConnection | None = None
             try:
-                connection = await self._cluster.connection(*self.source)
+                connection = await self.cluster.connection(*self.source)
                 await self._fetch(connection)
                 connection.abort()
                 self._move()
@@ -157,17 +151,17 @@ class FetchRunner:
         for request in armed.values():
             request.opened = None
             if not request.cancelled:
-                self._queue.put(request, asyncio.get_running_loop().time())
+                self.queue.put(request, asyncio.get_running_loop().time())
 
     def _give_back(self, error: MetamqError) -> None:
         """Fails all requests after the connection broke, or none was opened. Each is repeated after its own delay."""
         armed, self._armed = self._armed, {}
         self._polls.clear()
-        waiting = self._queue.take(self.source, asyncio.get_running_loop().time())
+        waiting = self.queue.take(self.source, asyncio.get_running_loop().time())
         for request in (*armed.values(), *waiting):
             request.opened = None
             if not request.cancelled:
-                self._sink.fetch_failed(request, error)
+                self.sink.fetch_failed(request, error)
 
     async def _fetch(self, connection: BrokerConnection) -> None:
         """Fetches until the replica has another address. Raises ConnectError."""
@@ -177,9 +171,9 @@ class FetchRunner:
         while True:
             if connection.closed.done():
                 raise connection.closed.result()
-            if not self._cluster.is_current(self.source, connection.address):
+            if not self.cluster.is_current(self.source, connection.address):
                 return
-            due = self._queue.take(self.source, loop.time(), ENTRIES_TARGET)
+            due = self.queue.take(self.source, loop.time(), ENTRIES_TARGET)
             closed = self._next_closed(connection)
             if due or closed or (self._armed and not self._polls):
                 self._send(connection, due, closed, handles)
@@ -200,11 +194,7 @@ class FetchRunner:
         return closed
 
     def _send(
-        self,
-        connection: BrokerConnection,
-        due: list[FetchRequest],
-        closed: list[int],
-        handles: count[int],
+        self, connection: BrokerConnection, due: list[FetchRequest], closed: list[int], handles: count[int]
     ) -> None:
         opened = []
         armed = []
@@ -216,20 +206,20 @@ class FetchRunner:
             handle = request.opened[1]
             self._armed[handle] = request
             armed.append((handle, request.offset))
-        limits = self._limits()
+        limits = self.limits()
         try:
             poll = connection.send(Command.GET, Get(*limits, opened, armed, closed))
         except MetamqError:
             return  # the loop notices that the connection is closed
         poll.add_done_callback(lambda _done: self._changed.set())
-        self._sink.sent(due)
+        self.sink.sent(due)
         self._polls.append((poll, asyncio.get_running_loop().time() + limits.wait_ms / 1000 + ANSWER_LATE_S))
 
     async def _wait(self, loop: asyncio.AbstractEventLoop, connection: BrokerConnection | None) -> None:
         """Waits for a change: a due request, an answer, a broken connection, or an answer that is late."""
         if self._polls and self._polls[0][0].done():
             return
-        next_due = self._queue.next_due(self.source)
+        next_due = self.queue.next_due(self.source)
         late = self._polls[0][1] if self._polls else None
         wake_up = min((time for time in (next_due, late) if time is not None), default=None)
         timer = None if wake_up is None else loop.call_at(wake_up, self._changed.set)
@@ -261,7 +251,7 @@ class FetchRunner:
             if request is None or request.cancelled:
                 continue
             if result.status == status.OK:
-                self._sink.fetched(request, result, data)
+                self.sink.fetched(request, result, data)
             else:
                 self._close(request)
-                self._sink.fetch_failed(request, status.decode_error(result.status, result.error))
+                self.sink.fetch_failed(request, status.decode_error(result.status, result.error))

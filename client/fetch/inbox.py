@@ -31,6 +31,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -43,49 +44,43 @@ if TYPE_CHECKING:
     from metamq.zk.partitions import TopicPartition
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class PartitionState:
     """One partition that is consumed. Guarded by the inbox's lock."""
 
-    __slots__ = (
-        "assumed_offset", "buffered", "buffered_bytes", "claim", "closing", "committed_offset", "epoch",
-        "first_offset", "in_flight", "lowest_offset", "next_offset", "paused", "reached_offset", "released",
-        "rewinding", "seeks", "sought_offset", "stable_offset", "start_offset", "starting", "tp",
-    )  # fmt: skip
-
-    def __init__(self, tp: TopicPartition, claim: Ownership | None, next_offset: int) -> None:
-        self.tp = tp
-        self.claim = claim
-        self.next_offset = next_offset
-        """The next offset to deliver, while no batch is in flight."""
-        self.first_offset: int | None = None
-        """The start offset, if there was no committed offset."""
-        self.committed_offset: int | None = None
-        self.assumed_offset: int | None = None
-        """The offset that a transaction of the application has committed. The transaction may have failed."""
-        self.lowest_offset = 0
-        self.reached_offset = 0
-        """The delivered offsets since the assignment, before the last seek, are from `lowest_offset` to here."""
-        self.sought_offset: int | None = None
-        """The target of the application's last seek, until the next commit in a transaction of its own."""
-        self.seeks = 0
-        """The number of seeks."""
-        self.epoch = -1
-        """The epoch of the message before `next_offset`; -1: not known."""
-        self.buffered: deque[MessageBatch[Any]] = deque()
-        self.buffered_bytes = 0
-        """The bytes of the buffered and in-flight batches."""
-        self.in_flight: InFlightBatch | None = None
-        self.paused = False
-        self.starting = True
-        """True while the application is notified of the partition: it is not fetched yet."""
-        self.closing = False
-        """True while the partition is released: it is not fetched any more."""
-        self.rewinding = False
-        """True while the data that is being fetched is not the next data to deliver."""
-        self.released: Callable[[], None] | None = None
-        """Called, in any thread, when no batch is in flight any more; for a task that releases the partition."""
-        self.start_offset = -1
-        self.stable_offset = -1
+    tp: TopicPartition
+    claim: Ownership | None
+    next_offset: int
+    """The next offset to deliver, while no batch is in flight."""
+    first_offset: int | None = None
+    """The start offset, if there was no committed offset."""
+    committed_offset: int | None = None
+    assumed_offset: int | None = None
+    """The offset that a transaction of the application has committed. The transaction may have failed."""
+    lowest_offset: int = 0
+    reached_offset: int = 0
+    """The delivered offsets since the assignment, before the last seek, are from `lowest_offset` to here."""
+    sought_offset: int | None = None
+    """The target of the application's last seek, until the next commit in a transaction of its own."""
+    seeks: int = 0
+    """The number of seeks."""
+    epoch: int = -1
+    """The epoch of the message before `next_offset`; -1: not known."""
+    buffered: deque[MessageBatch[Any]] = field(default_factory=deque)
+    buffered_bytes: int = 0
+    """The bytes of the buffered and in-flight batches."""
+    in_flight: InFlightBatch | None = None
+    paused: bool = False
+    starting: bool = True
+    """True while the application is notified of the partition: it is not fetched yet."""
+    closing: bool = False
+    """True while the partition is released: it is not fetched any more."""
+    rewinding: bool = False
+    """True while the data that is being fetched is not the next data to deliver."""
+    released: Callable[[], None] | None = None
+    """Called, in any thread, when no batch is in flight any more; for a task that releases the partition."""
+    start_offset: int = -1
+    stable_offset: int = -1
 
     def done_offset(self, *, last_done: bool = False) -> int:
         """Returns the offset after the last done message. With `last_done` the last delivered message counts as
@@ -125,25 +120,22 @@ class PartitionState:
         return None if self.stable_offset < 0 else max(self.stable_offset - self.done_offset(), 0)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class InFlightBatch:
     """A batch that a handler has: `whole`, or message by message through `iterate()`."""
 
-    __slots__ = ("_columns", "_gate", "_may_deliver", "_offsets", "batch", "rejected", "state", "taken_back", "whole")
-
-    def __init__(
-        self, state: PartitionState, batch: MessageBatch[Any], may_deliver: Callable[[], bool], *, whole: bool
-    ) -> None:
-        self.state = state
-        self.batch = batch
-        self.whole = whole
-        self._may_deliver = may_deliver
-        self._offsets: Iterator[int] | None = None
-        self._columns: tuple[Iterator[Any], ...] = ()
-        self.rejected: DecodeError | None = None
-        """The error of `decode=` for the last delivered message."""
-        self._gate: list[str] = []
-        self.taken_back = False
-        """True if the rest must not be delivered here: it goes to another owner, or is delivered again."""
+    state: PartitionState
+    batch: MessageBatch[Any]
+    may_deliver: Callable[[], bool]
+    _: KW_ONLY
+    whole: bool
+    _offsets: Iterator[int] | None = None
+    _columns: tuple[Iterator[Any], ...] = ()
+    rejected: DecodeError | None = None
+    """The error of `decode=` for the last delivered message."""
+    _gate: list[str] = field(default_factory=list)
+    taken_back: bool = False
+    """True if the rest must not be delivered here: it goes to another owner, or is delivered again."""
 
     def iterate(self) -> Iterator[tuple[Any, ...]]:
         """Iterates over the messages' fields. Ends early if the rest is taken back, or after a slice if the lease is
@@ -164,7 +156,7 @@ class InFlightBatch:
 
     def _slices(self) -> Iterator[Iterator[tuple[Any, ...]]]:
         batch, columns = self.batch, self._columns
-        while self.delivered_offset() < batch.end_offset and self._may_deliver():
+        while self.delivered_offset() < batch.end_offset and self.may_deliver():
             self._gate.clear()
             if batch.decodes:
                 values = self._decoded()

@@ -18,6 +18,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.net.cluster import MASTER, RETRY_S, ClusterClient, Source
@@ -34,49 +35,41 @@ SHUN_S = 30.0
 """Seconds that a slave that failed for a partition is not used for it."""
 
 
+@dataclass(eq=False)
 class Sources:
     """The sources of one consumer. Not thread-safe: for its loop only."""
 
-    def __init__(
-        self,
-        cluster: ClusterClient,
-        *,
-        reads_slaves: bool,
-        requests: Callable[[], Iterable[FetchRequest]],
-        make_runner: Callable[[Source], FetchRunner],
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
-        ask_again: Callable[[FetchRequest], None],
-    ) -> None:
-        """`ask_again` repeats a request at the source that `choose` returns, instead of the unanswered one."""
-        self.runners: dict[Source, FetchRunner] = {}
-        self._cluster = cluster
-        self._reads_slaves = reads_slaves
-        self._requests = requests
-        self._make_runner = make_runner
-        self._spawn = spawn
-        self._ask_again = ask_again
-        self._cut_off: dict[int, asyncio.Event] = {}
-        """The broker ids whose master cannot be reached. The event is set when it may be reachable again."""
-        self._shunned: dict[tuple[TopicPartition, int], float] = {}
+    cluster: ClusterClient
+    _: KW_ONLY
+    reads_slaves: bool
+    requests: Callable[[], Iterable[FetchRequest]]
+    make_runner: Callable[[Source], FetchRunner]
+    spawn: Callable[[Coroutine[Any, Any, None]], object]
+    ask_again: Callable[[FetchRequest], None]
+    """Repeats a request at the source that `choose` returns, instead of the unanswered one."""
+    runners: dict[Source, FetchRunner] = field(default_factory=dict, init=False)
+    _cut_off: dict[int, asyncio.Event] = field(default_factory=dict, init=False)
+    """The broker ids whose master cannot be reached. The event is set when it may be reachable again."""
+    _shunned: dict[tuple[TopicPartition, int], float] = field(default_factory=dict, init=False)
 
     def runner(self, source: Source) -> FetchRunner:
         """Returns the runner to a replica. Starts it on the first call."""
         runner = self.runners.get(source)
         if runner is None:
-            runner = self.runners[source] = self._make_runner(source)
-            self._spawn(runner.run())
+            runner = self.runners[source] = self.make_runner(source)
+            self.spawn(runner.run())
         return runner
 
     def choose(self, tp: TopicPartition, broker_id: int) -> Source:
         """Returns the source at which to begin to read a partition."""
-        self._cluster.follow_slaves(tp.topic)
+        self.cluster.follow_slaves(tp.topic)
         slaves = self._slaves_with(tp, broker_id) if broker_id in self._cut_off else []
         return Source(broker_id, slaves[0] if slaves else MASTER)
 
     def _slaves_with(self, tp: TopicPartition, broker_id: int) -> list[int]:
         """Returns the slaves that may be used for a partition."""
         now = time.monotonic()
-        slaves = self._cluster.slaves_with(broker_id, tp.topic) if self._reads_slaves else []
+        slaves = self.cluster.slaves_with(broker_id, tp.topic) if self.reads_slaves else []
         return [slave for slave in slaves if self._shunned.get((tp, slave), 0.0) <= now]
 
     def is_substitute(self, request: FetchRequest) -> bool:
@@ -92,7 +85,7 @@ class Sources:
     def answered(self, request: FetchRequest, preferred_replica: int) -> None:
         """Follows the preference of an answer: a replica to use from now on, or -1 for the same one."""
         broker_id, replica = request.source
-        if preferred_replica < 0 or not self._reads_slaves or self.is_substitute(request):
+        if preferred_replica < 0 or not self.reads_slaves or self.is_substitute(request):
             return
         if replica != MASTER:
             self.go(request, Source(broker_id))
@@ -114,10 +107,10 @@ class Sources:
 
     def _is_cut_off(self, broker_id: int) -> None:
         if broker_id not in self._cut_off:
-            name = self._cluster.broker_name(broker_id)
+            name = self.cluster.broker_name(broker_id)
             log.warning("%s: its master cannot be reached: reading from slaves, as far as they have the data", name)
             self._cut_off[broker_id] = asyncio.Event()
-            self._spawn(self._until_back(broker_id))
+            self.spawn(self._until_back(broker_id))
 
     async def _until_back(self, broker_id: int) -> None:
         """Waits until there is a master that can be reached."""
@@ -128,18 +121,18 @@ class Sources:
                     await changed.wait()
             changed.clear()
             try:
-                await self._cluster.connection(broker_id)
+                await self.cluster.connection(broker_id)
                 break
             except MetamqError as error:
                 log.debug("%s", error)
         del self._cut_off[broker_id]
-        log.info("%s can be reached: reading from it again", self._cluster.broker_name(broker_id))
+        log.info("%s can be reached: reading from it again", self.cluster.broker_name(broker_id))
         self._all_again(broker_id)
 
     def _all_again(self, broker_id: int) -> None:
-        for request in list(self._requests()):
+        for request in list(self.requests()):
             if request.source.broker_id == broker_id and request.source.replica != MASTER:
-                self._ask_again(request)
+                self.ask_again(request)
 
     def changed(self) -> None:
         """Checks all sources after brokers have joined or left."""
@@ -147,11 +140,11 @@ class Sources:
             runner.wake()
         for event in self._cut_off.values():
             event.set()
-        for request in list(self._requests()):
+        for request in list(self.requests()):
             broker_id, replica = request.source
-            if replica == MASTER and broker_id not in self._cluster.brokers:
+            if replica == MASTER and broker_id not in self.cluster.brokers:
                 if self._slaves_with(request.tp, broker_id):
                     self._is_cut_off(broker_id)
-                    self._ask_again(request)
+                    self.ask_again(request)
             elif replica != MASTER and self.choose(request.tp, broker_id) != request.source:
-                self._ask_again(request)
+                self.ask_again(request)

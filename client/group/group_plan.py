@@ -12,13 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from metamq.client.group.rebalance_decisions import (
-    group_strategy,
-    next_plan,
-    plan_inputs,
-    subscribed_topics,
-    without_growth,
-)
+from metamq.client.group import rebalance_decisions
 from metamq.errors import ConfigError, CorruptData, MetamqError, closed_client
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.documents import warn_once
@@ -119,17 +113,17 @@ class GroupPlan:
                 stored.check_format(self._group)
             self._check_strategy(present, stored)
             before = stored.plan if stored is not None else None
-            configs, unreadable = await self._read_configs(subscribed_topics(present.values()))
+            configs, unreadable = await self._read_configs(rebalance_decisions.subscribed_topics(present.values()))
             known = before.inputs.topics if before is not None else {}
             kept = {topic: known[topic] for topic in unreadable if topic in known}
-            inputs = plan_inputs(self._strategy, present, configs, kept)
+            inputs = rebalance_decisions.plan_inputs(self._strategy, present, configs, kept)
             self.present = present
             if before is not None and (before.inputs, before.strategy) == (inputs, self._strategy):
                 return before
             try:
                 await self._store(inputs, stored)
             except PlanTooLarge as error:
-                smaller = without_growth(before.inputs, inputs) if before is not None else None
+                smaller = rebalance_decisions.without_growth(before.inputs, inputs) if before is not None else None
                 if before is None or smaller is None or self._id not in smaller.members:
                     raise
                 warn_once(f"group {self._group} continues without the additions to it: {error}")
@@ -139,7 +133,7 @@ class GroupPlan:
 
     async def _store(self, inputs: PlanInputs, stored: StoredPlan | None) -> None:
         """Stores the plan for these inputs, unless another member was faster. Raises as `store_plan`."""
-        plan = next_plan(stored.plan if stored is not None else None, self._strategy, inputs)
+        plan = rebalance_decisions.next_plan(stored.plan if stored is not None else None, self._strategy, inputs)
         if stored is not None:  # an unreadable plan had a generation, too
             plan = replace(plan, generation=max(plan.generation, stored.version + 2))
         if await store_plan(self._session, self._group, plan, stored):
@@ -170,7 +164,7 @@ class GroupPlan:
         self._members.forget()
 
     def _check_strategy(self, present: Mapping[str, Member], stored: StoredPlan | None) -> None:
-        strategy = group_strategy(stored.plan if stored else None, present)
+        strategy = rebalance_decisions.group_strategy(stored.plan if stored else None, present)
         if strategy != self._strategy:
             raise CannotStay(
                 ConfigError(

@@ -93,10 +93,7 @@ class RebalanceDecision(NamedTuple):
 
 
 def decide(
-    consumer_id: str,
-    plan: Plan | None,
-    held: Mapping[TopicPartition, Held],
-    waiting: Collection[TopicPartition],
+    consumer_id: str, plan: Plan | None, held: Mapping[TopicPartition, Held], waiting: Collection[TopicPartition]
 ) -> RebalanceDecision:
     """Decides the actions of this member to follow `plan`. `waiting` are partitions that another member owns."""
     mine = mine_in(consumer_id, plan)

@@ -12,19 +12,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from metamq.client.net.transport import (
-    CONNECT_TIMEOUT_S,
-    IS_IT_RUNNING,
-    KEPT_BYTES,
-    WAKE_BYTES,
-    client_name,
-    grow_receive_buffer,
-    hosts_with_timeouts,
-    keep_alive,
-    none_answered,
-    reason_of,
-    wake_after,
-)
+from metamq.client.net import transport
 from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
 from metamq.wire.addresses import are_near
 from metamq.wire.buffer_pool import BufferPool
@@ -45,7 +33,7 @@ class BlockingConnection:
     def __init__(self, address: str, sock: socket.socket) -> None:
         self.address = address
         self._socket = sock
-        self._connection = ClientConnection(address, client_name(), BufferPool(KEPT_BYTES).take)
+        self._connection = ClientConnection(address, transport.client_name(), BufferPool(transport.KEPT_BYTES).take)
         self._wake_bytes = 1
         self.is_open = True
         """False as soon as something has failed on the connection."""
@@ -53,21 +41,21 @@ class BlockingConnection:
         """True if the broker is on this machine."""
 
     @classmethod
-    def open(cls, host: str, port: int, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BlockingConnection:
+    def open(cls, host: str, port: int, *, timeout_s: float = transport.CONNECT_TIMEOUT_S) -> BlockingConnection:
         """Connects and greets. `host` may be several hosts, separated by commas, which are tried in their order.
 
         Raises ConnectError, UnsupportedVersion, or the broker's error.
         """
         address = f"{host}:{port}"
         refused: dict[str, ConnectError] = {}
-        for one, limit_s in hosts_with_timeouts(host, timeout_s):
+        for one, limit_s in transport.hosts_with_timeouts(host, timeout_s):
             try:
                 return cls._open(address, one, port, limit_s)
             except UnsupportedVersion:
                 raise
             except ConnectError as error:
                 refused[one] = error
-        raise none_answered(address, refused)
+        raise transport.none_answered(address, refused)
 
     @classmethod
     def _open(cls, address: str, host: str, port: int, timeout_s: float) -> BlockingConnection:
@@ -81,8 +69,8 @@ class BlockingConnection:
             undo.callback(connection.abort)
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                keep_alive(sock)
-                grow_receive_buffer(sock, RECEIVE_BUFFER_BYTES)
+                transport.keep_alive(sock)
+                transport.grow_receive_buffer(sock, RECEIVE_BUFFER_BYTES)
                 connection.is_near = are_near(sock.getpeername(), sock.getsockname())
                 connection._write(connection._connection.hello())
                 while connection._connection.greeting is None:
@@ -151,17 +139,17 @@ class BlockingConnection:
         if not count:
             raise ConnectionError("the broker closed the connection")
         responses = list(self._connection.received(count))
-        wake_bytes = min(self._connection.missing_bytes, WAKE_BYTES) or 1
+        wake_bytes = min(self._connection.missing_bytes, transport.WAKE_BYTES) or 1
         if wake_bytes != self._wake_bytes:
             self._wake_bytes = wake_bytes
-            wake_after(self._socket, wake_bytes)
+            transport.wake_after(self._socket, wake_bytes)
         return responses
 
     def _broken(self, error: OSError, timeout_s: float) -> MetamqError:
         self.abort()
         if isinstance(error, TimeoutError):
             return Timeout(f"the answer of {self.address}", timeout_s)
-        return ConnectError(self.address, reason_of(error), outcome="unknown")
+        return ConnectError(self.address, transport.reason_of(error), outcome="unknown")
 
     def abort(self) -> None:
         """Closes the connection at once."""
@@ -171,5 +159,5 @@ class BlockingConnection:
 
 
 def _not_connected(address: str, error: OSError, timeout_s: float) -> ConnectError:
-    reason = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else reason_of(error)
-    return ConnectError(address, reason, hint=IS_IT_RUNNING)
+    reason = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else transport.reason_of(error)
+    return ConnectError(address, reason, hint=transport.IS_IT_RUNNING)

@@ -18,6 +18,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.errors import (
@@ -31,8 +32,7 @@ from metamq.errors import (
     TryLater,
 )
 from metamq.wire import status
-from metamq.wire.commands import Command, PutEntry
-from metamq.wire.tx_commands import Branches, BranchesReply, BranchInfo, Tx, TxReply, TxResult
+from metamq.wire.commands import Branches, BranchesReply, BranchInfo, Command, PutEntry, Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
 
 if TYPE_CHECKING:
@@ -75,28 +75,28 @@ class BranchDescription(NamedTuple):
     """The broker ids of the branches that follow this decided branch."""
 
 
+@dataclass(eq=False)
 class Branch:
     """A branch from the view of the session that works in it."""
 
-    def __init__(self, xid: Xid, broker_id: int, session: str) -> None:
-        self.xid = xid
-        self.broker_id = broker_id
-        self.session = session
-        self.epoch = 0
-        self.batches = 0
-        """The number of batches that this session has sent and the broker has accepted."""
-        self.history = ""
+    xid: Xid
+    broker_id: int
+    session: str
+    epoch: int = 0
+    batches: int = 0
+    """The number of batches that this session has sent and the broker has accepted."""
+    history: str = ""
 
 
+@dataclass(eq=False, repr=False)
 class _Request:
     """A request, with its verbs and batches that are left to do."""
 
-    def __init__(self, branch: Branch, verbs: list[Verb], batches: list[Encoded]) -> None:
-        self.branch = branch
-        self.verbs = verbs
-        self.batches = batches
-        self.done = 0
-        """The number of verbs that the last answer reports as done."""
+    branch: Branch
+    verbs: list[Verb]
+    batches: list[Encoded]
+    done: int = 0
+    """The number of verbs that the last answer reports as done."""
 
     def header(self, timeout_ms: int, messages: int, follows: Sequence[int], followers: Sequence[int]) -> Tx:
         """Returns the header of the request."""

@@ -72,7 +72,7 @@ class DatabaseOffsets:
                 "generation BIGINT NOT NULL, "
                 "next_offset BIGINT NOT NULL, "
                 "epoch BIGINT NOT NULL, "
-                "PRIMARY KEY (group_name, topic, partition_name))",
+                "PRIMARY KEY (group_name, topic, partition_name))"
             )
         )
 

@@ -338,9 +338,7 @@ class Accumulator:
                 delivery._move(failed, 0)
                 return failed
             batch = buffer.open.get(number) if number is not None else None
-            delivery._move(
-                *self._append(buffer, number, batch, value, key, headers, timestamp_us, size, begun_ns),
-            )
+            delivery._move(*self._append(buffer, number, batch, value, key, headers, timestamp_us, size, begun_ns))
             return None
 
         buffer.unplaced.append(place)
@@ -412,12 +410,7 @@ class Accumulator:
             return ManyDelivery(self._owner, self._add_keyed(buffer, values, keys, sizes))
 
     def _add_keyed(
-        self,
-        buffer: TopicBuffer,
-        values: Sequence[bytes],
-        keys: Keys,
-        sizes: list[int],
-        begun_ns: int | None = None,
+        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys, sizes: list[int], begun_ns: int | None = None
     ) -> list[OutgoingBatch]:
         """Groups messages by partition and keeps their order. The messages without a key float as one group."""
         groups: dict[int | None, list[int]] = {}

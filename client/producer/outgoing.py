@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from metamq.client.checks import check_timeout
@@ -99,63 +100,37 @@ class DeliveryOwner(Protocol):
         """Raises ConfigError in code that interrupts a `send` of this thread (a signal handler) and must not wait."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class OutgoingBatch:
     """Messages of one topic, and of one partition once the partition is known, on their way to a broker."""
 
-    __slots__ = (
-        "attempts",
-        "base_offset",
-        "broker_id",
-        "callbacks",
-        "count",
-        "created_ns",
-        "done",
-        "encoded",
-        "error",
-        "event",
-        "gapped",
-        "headers",
-        "keys",
-        "partition",
-        "refused",
-        "seen",
-        "sequence",
-        "size",
-        "timestamp_us",
-        "timestamps",
-        "topic",
-        "unsure",
-        "values",
-    )
-
-    def __init__(self, topic: str) -> None:
-        self.topic: str = topic
-        self.broker_id: int = -1
-        self.partition: int = -1
-        self.values: Sequence[bytes] = []
-        self.keys: list[bytes | None] | None = None
-        self.timestamps: list[int] | None = None
-        self.headers: list[Headers | None] | None = None
-        self.count: int = 0
-        """The number of messages, known once done. Then the batch drops the messages themselves."""
-        self.size: int = 0
-        self.created_ns: int = time.monotonic_ns()
-        self.encoded: bytearray | None = None
-        self.attempts: int = 0
-        self.sequence: int = -1
-        self.gapped: bool = False
-        self.unsure: bool = False
-        """True if an attempt has no answer: the batch may be stored."""
-        self.refused: Mapping[int, OutgoingBatch] = NONE_REFUSED
-        """Messages that were removed after the send, each in a failed batch, by their original index."""
-        self.done: bool = False
-        self.error: MetamqError | None = None
-        self.seen: bool = False
-        """True if a caller received the error: flush() does not raise it again."""
-        self.base_offset: int = -1
-        self.timestamp_us: int = time.time_ns() // 1000
-        self.event: threading.Event | None = None
-        self.callbacks: list[Callable[[OutgoingBatch], None]] | None = None
+    topic: str
+    broker_id: int = -1
+    partition: int = -1
+    values: Sequence[bytes] = field(default_factory=list)
+    keys: list[bytes | None] | None = None
+    timestamps: list[int] | None = None
+    headers: list[Headers | None] | None = None
+    count: int = 0
+    """The number of messages, known once done. Then the batch drops the messages themselves."""
+    size: int = 0
+    created_ns: int = field(default_factory=time.monotonic_ns)
+    encoded: bytearray | None = None
+    attempts: int = 0
+    sequence: int = -1
+    gapped: bool = False
+    unsure: bool = False
+    """True if an attempt has no answer: the batch may be stored."""
+    refused: Mapping[int, OutgoingBatch] = field(default_factory=lambda: NONE_REFUSED)
+    """Messages that were removed after the send, each in a failed batch, by their original index."""
+    done: bool = False
+    error: MetamqError | None = None
+    seen: bool = False
+    """True if a caller received the error: flush() does not raise it again."""
+    base_offset: int = -1
+    timestamp_us: int = field(default_factory=lambda: time.time_ns() // 1000)
+    event: threading.Event | None = None
+    callbacks: list[Callable[[OutgoingBatch], None]] | None = None
 
     @property
     def messages(self) -> int:

@@ -58,20 +58,9 @@ class PartitionQueue:
     """One partition's batches: `waiting`, in order, and `inflight`. Not thread-safe: for one loop."""
 
     __slots__ = (
-        "broker_id",
-        "established",
-        "index",
-        "inflight",
-        "last_stored_s",
-        "lost_by",
-        "next_sequence",
-        "paused_until_s",
-        "producer_id",
-        "recovering",
-        "topic",
-        "topic_id",
-        "waiting",
-    )
+        "broker_id", "established", "index", "inflight", "last_stored_s", "lost_by", "next_sequence",
+        "paused_until_s", "producer_id", "recovering", "topic", "topic_id", "waiting",
+    )  # fmt: skip
 
     def __init__(self, topic: str, topic_id: str, broker_id: int, index: int) -> None:
         self.topic = topic

@@ -153,11 +153,7 @@ class ProducerApi(Generic[T]):
 
 
 def checked_message(
-    value: Any,
-    key: Key,
-    headers: Mapping[str, bytes] | None,
-    partition: str | None,
-    timestamp: datetime | int | None,
+    value: Any, key: Key, headers: Mapping[str, bytes] | None, partition: str | None, timestamp: datetime | int | None
 ) -> CheckedMessage:
     """Returns a message as it is stored. Raises WrongType, ConfigError."""
     if partition is not None:

@@ -22,14 +22,7 @@ from metamq.client.producer.accumulator import Accumulator
 from metamq.client.producer.outgoing import OutgoingBatch, forget_locks
 from metamq.client.producer.partitioner import Partitioner, partitioner_named
 from metamq.client.producer.sender import Sender
-from metamq.errors import (
-    ClosedError,
-    ConnectError,
-    ForkedError,
-    MetamqError,
-    Timeout,
-    TopicNotFound,
-)
+from metamq.errors import ClosedError, ConnectError, ForkedError, MetamqError, Timeout, TopicNotFound
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.words import count

@@ -9,6 +9,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import TYPE_CHECKING
 
@@ -28,39 +29,25 @@ HEADERS_OVERHEAD_BYTES = 4
 TIMESTAMP_BYTES = 8
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class TopicBuffer:
     """The messages of one topic that the sender has not taken."""
 
-    __slots__ = (
-        "config",
-        "floating",
-        "limit_bytes",
-        "numbers",
-        "open",
-        "placeholder",
-        "places",
-        "quick",
-        "sealed",
-        "topic",
-        "unplaced",
-    )
-
-    def __init__(self, topic: str, limit_bytes: int) -> None:
-        self.topic = topic
-        self.limit_bytes = limit_bytes
-        self.config: TopicConfig | None = None
-        self.places: list[tuple[int, int]] = []
-        """The (broker id, index) of each configured partition, in numeric order."""
-        self.numbers: dict[tuple[int, int], int] = {}
-        """The number of each place in `places`."""
-        self.quick: QuickBatch | None = None
-        self.floating: OutgoingBatch | None = None
-        self.open: dict[int, OutgoingBatch] = {}
-        """The open batches by number of the place."""
-        self.sealed: deque[OutgoingBatch] = deque()
-        self.unplaced: list[Callable[[int], OutgoingBatch | None]] = []
-        """Functions that place a message or a send_many, in batches begun at a time. Each may return a failed batch."""
-        self.placeholder: OutgoingBatch | None = None
+    topic: str
+    limit_bytes: int
+    config: TopicConfig | None = None
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """The (broker id, index) of each configured partition, in numeric order."""
+    numbers: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The number of each place in `places`."""
+    quick: QuickBatch | None = None
+    floating: OutgoingBatch | None = None
+    open: dict[int, OutgoingBatch] = field(default_factory=dict)
+    """The open batches by number of the place."""
+    sealed: deque[OutgoingBatch] = field(default_factory=deque)
+    unplaced: list[Callable[[int], OutgoingBatch | None]] = field(default_factory=list)
+    """Functions that place a message or a send_many, in batches begun at a time. Each may return a failed batch."""
+    placeholder: OutgoingBatch | None = None
 
     def configure(self, config: TopicConfig, message_bytes_max: int) -> None:
         """Sets the topic's partitions and limits, for the first time or after a change."""
@@ -100,12 +87,7 @@ def failed_batch(topic: str, error: Exception) -> OutgoingBatch:
 
 
 def add_message(
-    batch: OutgoingBatch,
-    value: bytes,
-    key: bytes | None,
-    headers: Headers | None,
-    timestamp_us: int | None,
-    size: int,
+    batch: OutgoingBatch, value: bytes, key: bytes | None, headers: Headers | None, timestamp_us: int | None, size: int
 ) -> int:
     """Appends a message of `size` bytes to an open batch. A column that begins with this message is filled up before
     it.

@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from metamq.client.settings import unknown, zookeeper_root, zookeeper_servers
 from metamq.errors import ConfigError
-from metamq.spark_consumers.source.boundaries import (
-    Boundary,
-    check_order,
-    checked,
-    checked_partition,
-    json_map,
-    offsets_boundary,
-    time_boundary,
-    times_boundary,
-)
+from metamq.spark_consumers.source import boundaries
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.zk.names import check_group, check_topic
 
@@ -80,8 +71,8 @@ class SourceOptions:
     zookeeper: str
     root: str
     subscription: Subscription
-    starting: Boundary
-    ending: Boundary
+    starting: boundaries.Boundary
+    ending: boundaries.Boundary
     if_no_offset_at_time: Literal["error", "latest"]
     min_partitions: int | None
     max_records_per_partition: int | None
@@ -123,7 +114,7 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
         group=_group(texts),
     )
     _check_company(texts)
-    check_order(options.starting, options.ending)
+    boundaries.check_order(options.starting, options.ending)
     return options
 
 
@@ -254,7 +245,7 @@ def _subscription(texts: Texts) -> Subscription:
         if not topics:
             raise ConfigError("option 'subscribe' names no topic", hint="Give topics, separated by commas.")
         for topic in topics:
-            checked(name, check_topic, topic)
+            boundaries.checked(name, check_topic, topic)
         return Subscription(topics=topics)
     if name == "subscribePattern":
         if not text.strip():
@@ -266,23 +257,25 @@ def _subscription(texts: Texts) -> Subscription:
             raise ConfigError(f"option 'subscribePattern' is {text!r}: {error}", hint=hint) from None
         return Subscription(pattern=text)
     partitions = []
-    for topic, names in json_map("assign", text, _ASSIGN_EXAMPLE).items():
+    for topic, names in boundaries.json_map("assign", text, _ASSIGN_EXAMPLE).items():
         if not isinstance(names, list) or not names:
             raise ConfigError(f"option 'assign': {topic!r} has no list of partitions", hint=f"As in {_ASSIGN_EXAMPLE}.")
-        partitions += [checked_partition("assign", topic, one) for one in names]
+        partitions += [boundaries.checked_partition("assign", topic, one) for one in names]
     return Subscription(partitions=tuple(dict.fromkeys(partitions)))
 
 
-def _boundary(texts: Texts, edge: Literal["starting", "ending"], default: int, refused: int | None) -> Boundary:
+def _boundary(
+    texts: Texts, edge: Literal["starting", "ending"], default: int, refused: int | None
+) -> boundaries.Boundary:
     """Returns the start or the end of the query. `refused`: the mark that makes no sense there."""
     by_time, by_times, by_offsets = f"{edge}Timestamp", f"{edge}OffsetsByTimestamp", f"{edge}Offsets"
     if (text := texts.get(by_time)) is not None:
-        return time_boundary(by_time, text)
+        return boundaries.time_boundary(by_time, text)
     if (text := texts.get(by_times)) is not None:
-        return times_boundary(by_times, text)
+        return boundaries.times_boundary(by_times, text)
     if (text := texts.get(by_offsets)) is not None:
-        return offsets_boundary(by_offsets, text, refused=refused)
-    return Boundary(by_offsets, default)
+        return boundaries.offsets_boundary(by_offsets, text, refused=refused)
+    return boundaries.Boundary(by_offsets, default)
 
 
 def _min_offsets(texts: Texts) -> int | None:
@@ -296,5 +289,5 @@ def _min_offsets(texts: Texts) -> int | None:
 def _group(texts: Texts) -> str | None:
     name = texts.get("groupId")
     if name is not None:
-        checked("groupId", check_group, name)
+        boundaries.checked("groupId", check_group, name)
     return name

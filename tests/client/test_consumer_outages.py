@@ -303,7 +303,7 @@ def test_an_outage_is_told_once_and_does_not_count_as_idle(parts: Cluster, caplo
 
         def is_idle_after(idle_timeout_s: float) -> None:
             """Short only while it matters: on a slow machine any message may take longer."""
-            reader.consumer._receiver._idle_timeout_s = idle_timeout_s
+            reader.consumer._receiver.idle_timeout_s = idle_timeout_s
             reader.consumer._receiver.poke()
 
         send(0)

@@ -148,14 +148,14 @@ def test_zookeeper_that_goes_in_the_middle_and_comes_back(parts: Cluster, how: s
         wait_until(lambda: len(reading.values) == MESSAGES)
         with zookeeper_away(parts, how):
             wait_until(lambda: is_cut_off(consumer))
-            consumer._receiver._idle_timeout_s = IDLE_S
+            consumer._receiver.idle_timeout_s = IDLE_S
             consumer._receiver.poke()
             threading.Event().wait(3 * IDLE_S)
             assert not reading.is_over, "there may be more"
-            consumer._receiver._idle_timeout_s = 60
+            consumer._receiver.idle_timeout_s = 60
         producer.send(topic, b"%d" % MESSAGES).result(60)
         wait_until(lambda: MESSAGES in reading.values)
-        consumer._receiver._idle_timeout_s = IDLE_S
+        consumer._receiver.idle_timeout_s = IDLE_S
         consumer._receiver.poke()
         assert sorted(set(reading.all())) == list(range(MESSAGES + 1))
 
@@ -238,7 +238,7 @@ def test_a_broker_that_freezes_between_two_answers(parts: Cluster) -> None:
         wait_until(lambda: len(reading.values) == MESSAGES)
         parts.broker.freeze()
         try:
-            consumer._receiver._idle_timeout_s = IDLE_S
+            consumer._receiver.idle_timeout_s = IDLE_S
             consumer._receiver.poke()
             threading.Event().wait(5 * IDLE_S)
             assert not reading.is_over, "the broker has not said that this is the end"

@@ -60,7 +60,7 @@ def test_a_batch_write_whose_driver_died_behind_its_decision_is_ended_by_the_nex
         check(two, topic, one.sink, texts(0, 10))
     assert {died.sink, after.sink} & set(nodes(after)) == {died.sink}, "its driver may live, and ask"
     with monkeypatch.context() as patched:
-        patched.setattr("metamq.spark_consumers.sink.orphans.GIVEN_UP_AFTER_MS", -1)
+        patched.setattr("metamq.spark_consumers.sink.committing.GIVEN_UP_AFTER_MS", -1)
         (third,) = new_jobs(two, topic, 1)
     assert died.sink not in nodes(third)
     assert third.sink in nodes(third)
@@ -111,7 +111,7 @@ def test_what_batch_writes_have_left_prepared_is_rolled_back_by_the_next(
     assert len(left_open(two, died.sink)) == len(left_open(two, runs.sink)) == 4, "they may be about to decide"
     runs.commit(0, going_on)
     with monkeypatch.context() as patched:
-        patched.setattr("metamq.spark_consumers.sink.orphans.GIVEN_UP_AFTER_MS", -1)
+        patched.setattr("metamq.spark_consumers.sink.committing.GIVEN_UP_AFTER_MS", -1)
         new_jobs(two, topic, 1)
     with pytest.raises(NotOurs, match=r"was given up.*Check if"):
         died.commit(0, of_dead)

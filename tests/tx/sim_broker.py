@@ -24,9 +24,8 @@ from metamq.tx.store.records import BodyPlace
 from metamq.wire import status
 from metamq.wire.batch import BatchHeader, read_header, walk
 from metamq.wire.columns import decode, encode
-from metamq.wire.commands import PutEntry
+from metamq.wire.commands import PutEntry, Tx, TxReply
 from metamq.wire.connection import Request
-from metamq.wire.tx_commands import Tx, TxReply
 from metamq.wire.xa import Verb, XACode, Xid
 from tests.tx.sim_disk import Disk, DiskOs
 

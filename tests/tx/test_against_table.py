@@ -31,9 +31,8 @@ from metamq.testing import Cluster
 from metamq.tx import XAResource
 from metamq.tx.store.table import BranchPhase
 from metamq.wire.columns import encode
-from metamq.wire.commands import PutEntry
+from metamq.wire.commands import PutEntry, Tx, TxReply, TxResult
 from metamq.wire.frames import Buffer
-from metamq.wire.tx_commands import Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, read_to_end, until_answered

@@ -30,7 +30,7 @@ from metamq.tx.store.fold import Retained
 from metamq.tx.store.memory import REMEMBERED_US, OutcomeMemory
 from metamq.tx.store.records import Add, Remembered
 from metamq.wire import status
-from metamq.wire.tx_commands import TxReply
+from metamq.wire.commands import TxReply
 from metamq.wire.xa import Verb, XACode, Xid
 from tests.tx.sim_broker import JOURNAL_LOG, LOOP, TOPIC, TOPIC_ID, TOPIC_LOG, Replica, new_replica
 from tests.tx.sim_disk import DiskOs, modelled_disk

@@ -14,7 +14,7 @@ from metamq.client.net.branches import TxClient
 from metamq.errors import BranchNotKnown, ConnectError, RolledBack, StorageError, TransactionError
 from metamq.tx import XAResource, Xid
 from metamq.wire import status
-from metamq.wire.tx_commands import TxReply
+from metamq.wire.commands import TxReply
 from metamq.wire.xa import Verb, XACode
 
 if TYPE_CHECKING:

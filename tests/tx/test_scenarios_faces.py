@@ -14,8 +14,7 @@ from metamq.errors import BranchMisuse, BranchNotKnown, HeuristicOutcome, Rolled
 from metamq.tx import TM, Vote, XACode, XAResource, Xid
 from metamq.tx.store.table import BranchPhase
 from metamq.wire.columns import encode
-from metamq.wire.commands import PutEntry
-from metamq.wire.tx_commands import Tx, TxReply, TxResult
+from metamq.wire.commands import PutEntry, Tx, TxReply, TxResult
 from metamq.wire.xa import Verb
 from tests.parts import SLOW_S, read_to_end, wait_until
 from tests.tx.both_faces import FACES, in_time, resource, same_rm

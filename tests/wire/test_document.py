@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from metamq.errors import ProtocolError
-from metamq.wire import commands, limits, status, sync, tx_commands
+from metamq.wire import commands, limits, status, sync
 from metamq.wire.batch import make_batch_id, stamp
 from metamq.wire.columns import encode
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, Hello, HelloReply, PutEntry, PutResult
@@ -119,7 +119,7 @@ def test_the_commands() -> None:
 
 TUPLES = [
     cls
-    for module in (commands, sync, tx_commands)
+    for module in (commands, sync)
     for cls in vars(module).values()
     if isinstance(cls, type) and hasattr(cls, "_fields") and cls.__module__ == module.__name__
 ]

@@ -17,13 +17,7 @@ from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, Enco
 from metamq.client.net.first_contact import OwnCluster
 from metamq.client.producer.partitioner import Partitioner, partitioner_named
 from metamq.client.producer.producer_api import checked_message
-from metamq.errors import (
-    BranchMisuse,
-    BranchNotKnown,
-    ConfigError,
-    OutcomeUnknown,
-    RolledBack,
-)
+from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, OutcomeUnknown, RolledBack
 from metamq.tx.app.staging import Routes, Staging
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.net.branches import Encoded
@@ -41,34 +42,27 @@ class _Route(NamedTuple):
     """The partitions that messages without a key use in turns."""
 
 
+@dataclass(eq=False)
 class Routes:
     """A producer's settings and the partitions of its topics: made once per configuration, not per transaction.
 
     `only`: the broker ids that messages may go to; None: all.
     """
 
-    def __init__(
-        self,
-        batch_bytes: int,
-        message_bytes_max: int,
-        partitioner: Partitioner,
-        codec: Codec,
-        only: Collection[int] | None,
-    ) -> None:
-        self.batch_bytes = batch_bytes
-        self.partitioner = partitioner
-        self.codec = codec
-        self.only = only
-        self._message_bytes_max = message_bytes_max
-        self._known: dict[str, _Route] = {}
+    batch_bytes: int
+    message_bytes_max: int
+    partitioner: Partitioner
+    codec: Codec
+    only: Collection[int] | None
+    _known: dict[str, _Route] = field(default_factory=dict, init=False)
 
     def of(self, config: TopicConfig) -> _Route:
         """Returns the topic's route."""
         known = self._known.get(config.topic)
         if known is not None and known.topic.config is config:
             return known
-        topic = TopicBuffer(config.topic, self._message_bytes_max)
-        topic.configure(config, self._message_bytes_max)
+        topic = TopicBuffer(config.topic, self.message_bytes_max)
+        topic.configure(config, self.message_bytes_max)
         places = [(config.topic, config.id, *place) for place in topic.places]
         free = [place for place in places if self.only is None or place[2] in self.only]
         made = self._known[config.topic] = _Route(topic, places, free or places[:1])

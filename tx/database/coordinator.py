@@ -16,6 +16,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -53,18 +54,19 @@ class Settled(NamedTuple):
     """Resources that did not answer, or did not end a transaction. Recovery tries them again."""
 
 
+@dataclass(eq=False)
 class _Part:
     """A resource in a transaction."""
 
-    def __init__(self, name: str, connection: Any, *, is_own: bool, xid: Any) -> None:
-        self.name = name
-        self.connection = connection
-        self.is_own = is_own
-        """True if the connection was opened for this transaction; it is closed with the transaction."""
-        self.xid = xid
-        self.prepared = False
-        self.ended = False
-        """True if the resource has ended its part: it is committed or rolled back."""
+    name: str
+    connection: Any
+    _: KW_ONLY
+    is_own: bool
+    """True if the connection was opened for this transaction; it is closed with the transaction."""
+    xid: Any
+    prepared: bool = False
+    ended: bool = False
+    """True if the resource has ended its part: it is committed or rolled back."""
 
     @property
     def has_failed(self) -> bool:

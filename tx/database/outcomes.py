@@ -101,8 +101,7 @@ class OutcomeTable:
 
     def _missing(self) -> ConfigError:
         return ConfigError(
-            f"the database has no table {self.name}",
-            hint="Make it once: `metamq.tx.create_outcome_table(connection)`.",
+            f"the database has no table {self.name}", hint="Make it once: `metamq.tx.create_outcome_table(connection)`."
         )
 
     async def check(self, database: Database, mark: int) -> None:

@@ -20,29 +20,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from metamq.errors import (
-    BranchMisuse,
-    BranchNotKnown,
-    HeuristicOutcome,
-    RolledBack,
-    TransactionError,
-    TryLater,
-)
+from metamq.errors import BranchMisuse, BranchNotKnown, HeuristicOutcome, RolledBack, TransactionError, TryLater
+from metamq.tx.store import records
 from metamq.tx.store.branch import Association, BranchState
 from metamq.tx.store.fold import Entry, JournalState
 from metamq.tx.store.memory import OutcomeMemory
-from metamq.tx.store.records import (
-    Add,
-    BodyPlace,
-    BranchKey,
-    Commit,
-    Decide,
-    Forget,
-    Heuristic,
-    Prepare,
-    Record,
-    RollbackRecord,
-)
 from metamq.tx.store.table import FORGETS, TABLE, BranchPhase, Ruling
 from metamq.wire.xa import Verb, XACode, Xid
 
@@ -84,7 +66,7 @@ class VerbRequest:
     """PREPARE, COMMIT_ONE_PHASE: number of messages that the session has sent; -1: unknown."""
     first: int = 0
     """SEND: number of bodies that the session has sent before."""
-    places: tuple[BodyPlace, ...] = ()
+    places: tuple[records.BodyPlace, ...] = ()
     owner: str = ""
     follows: tuple[int, ...] = ()
     """PREPARE: see Prepare."""
@@ -105,7 +87,7 @@ class VerbStep(NamedTuple):
     answer: Answer | None
     """None: `error` is the answer."""
     error: TransactionError | None = None
-    record: Record | None = None
+    record: records.Record | None = None
     """The record to write to the journal, with the bodies of the request."""
     durable: bool = False
     """True if the answer must wait until the record cannot be lost."""
@@ -178,7 +160,7 @@ class JournalTransactionStore:
         if committed is not None and not (request.verb is Verb.RESOLVE and request.epoch < committed):
             return _refuse(request, BranchMisuse, XACode.PROTO, _stale(request.epoch, committed))
         if request.verb is Verb.RESOLVE:
-            self._not_committed.add(BranchKey(request.xid, 0), now_us)
+            self._not_committed.add(records.BranchKey(request.xid, 0), now_us)
         return _refuse(request, BranchNotKnown, XACode.NOTA, "the broker does not know it: it never began, or ended")
 
     def _rolled_back(self, request: VerbRequest, branch: BranchState) -> VerbStep:
@@ -253,7 +235,7 @@ class JournalTransactionStore:
         branch.sessions.clear()
         branch.batches_of[request.session] = len(request.places)
         branch.messages_of[request.session] = messages
-        return step._replace(record=Add(branch.key, 0, [*request.places], branch.owner))
+        return step._replace(record=records.Add(branch.key, 0, [*request.places], branch.owner))
 
     # -- verbs that write ---------------------------------------------------------------------------------------------
 
@@ -268,15 +250,15 @@ class JournalTransactionStore:
         if verb in (Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE):
             return self._finish_work(request, branch, now_us)
         if verb is Verb.COMMIT:
-            return _durable(branch, Commit(branch.key, 0, now_us))
+            return _durable(branch, records.Commit(branch.key, 0, now_us))
         if verb is Verb.FORGET:
-            return VerbStep(Answer(XACode.OK, branch.epoch), record=Forget(branch.key))
+            return VerbStep(Answer(XACode.OK, branch.epoch), record=records.Forget(branch.key))
         if verb is Verb.ROLLBACK:
             return self._rollback(branch)
         if verb is Verb.RESOLVE:
             del self.branches[branch.xid]
             return self._not_known(request, now_us)
-        return _durable(branch, Heuristic(branch.key, verb is Verb.HEURISTIC_COMMIT, 0, now_us))
+        return _durable(branch, records.Heuristic(branch.key, verb is Verb.HEURISTIC_COMMIT, 0, now_us))
 
     def _send(self, request: VerbRequest, branch: BranchState) -> VerbStep:
         association = branch.sessions.get(request.session)
@@ -294,7 +276,8 @@ class JournalTransactionStore:
         branch.batches_of[request.session] = association.sent
         branch.messages_of[request.session] = branch.messages_of.get(request.session, 0) + messages - branch.messages
         return VerbStep(
-            Answer(XACode.OK, branch.epoch), record=Add(branch.key, len(branch.bodies), [*request.places], branch.owner)
+            Answer(XACode.OK, branch.epoch),
+            record=records.Add(branch.key, len(branch.bodies), [*request.places], branch.owner),
         )
 
     def _finish_work(self, request: VerbRequest, branch: BranchState, now_us: int) -> VerbStep:
@@ -312,15 +295,15 @@ class JournalTransactionStore:
             code = XACode.RDONLY if request.verb is Verb.PREPARE else XACode.OK
             return VerbStep(Answer(code, branch.epoch))
         if request.verb is Verb.PREPARE:
-            return _durable(branch, Prepare(branch.key, branch.messages, now_us, request.follows))
+            return _durable(branch, records.Prepare(branch.key, branch.messages, now_us, request.follows))
         if request.verb is Verb.DECIDE:
-            return _durable(branch, Decide(branch.key, 0, now_us, request.followers))
-        return _durable(branch, Commit(branch.key, 0, now_us))
+            return _durable(branch, records.Decide(branch.key, 0, now_us, request.followers))
+        return _durable(branch, records.Commit(branch.key, 0, now_us))
 
     def _rollback(self, branch: BranchState) -> VerbStep:
         answer = Answer(XACode.OK, branch.epoch)
         if branch.state is BranchPhase.PREPARED:
-            return VerbStep(answer, record=RollbackRecord(branch.key))
+            return VerbStep(answer, record=records.RollbackRecord(branch.key))
         del self.branches[branch.xid]  # a restart drops a branch that is not prepared: no record is needed
         return VerbStep(answer)
 
@@ -362,7 +345,7 @@ def _ok(branch: BranchState) -> VerbStep:
     return VerbStep(Answer(XACode.OK, branch.epoch))
 
 
-def _durable(branch: BranchState, record: Record) -> VerbStep:
+def _durable(branch: BranchState, record: records.Record) -> VerbStep:
     return VerbStep(Answer(XACode.OK, branch.epoch), record=record, durable=True)
 
 

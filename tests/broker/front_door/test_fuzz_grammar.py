@@ -20,7 +20,7 @@ import pytest
 
 from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout
-from metamq.wire import sync, tx_commands
+from metamq.wire import commands, sync
 from metamq.wire.commands import (
     Command,
     Get,
@@ -74,16 +74,16 @@ REQUESTS: dict[int, Any] = {
     Command.OFFSETS: [OffsetsEntry],
     Command.STATS: Stats,
     Command.PROMOTE: Promote,
-    Command.TX: tx_commands.Tx,
-    Command.BRANCHES: tx_commands.Branches,
+    Command.TX: commands.Tx,
+    Command.BRANCHES: commands.Branches,
     Command.HELLO: Hello,
 }
 ANSWERS: dict[int, Any] = {
     Command.PUT: [PutResult],
     Command.GET: [GetResult],
     Command.OFFSETS: [OffsetsResult],
-    Command.TX: tx_commands.TxReply,
-    Command.BRANCHES: tx_commands.BranchesReply,
+    Command.TX: commands.TxReply,
+    Command.BRANCHES: commands.BranchesReply,
 }
 
 

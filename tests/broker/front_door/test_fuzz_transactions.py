@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from metamq.tx import XAResource
-from metamq.wire.commands import Command, PutEntry
+from metamq.wire.commands import Branches, Command, PutEntry, Tx
 from metamq.wire.frames import encode_frame
-from metamq.wire.tx_commands import Branches, Tx
 from metamq.wire.xa import Verb
 from tests.broker.front_door.conftest import Front, many_files
 from tests.broker.front_door.test_fuzz import GREETING, MEMORY_BYTES, mutants, send_and_hang_up

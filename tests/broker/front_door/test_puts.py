@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from metamq.broker.front_door.puts import PendingPut
+from metamq.broker.front_door.appends import PendingPut
 from metamq.errors import StorageError
 from metamq.wire import status
 from metamq.wire.commands import Command, PutResult

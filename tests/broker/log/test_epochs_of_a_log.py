@@ -133,7 +133,7 @@ def test_a_log_tells_its_epochs_after_a_restart_without_reading_itself(shelf: An
     assert log.epochs() == expected
     assert [entry.epoch for entry in expected.entries] == [1, 4, 9]
     log.close()
-    monkeypatch.setattr("metamq.broker.log.store.rebuild_epochs", None)
+    monkeypatch.setattr("metamq.broker.log.disk.derived.rebuild_epochs", None)
     log = shelf.open(CONFIG)
     assert log.epochs() == expected
     log.close()
