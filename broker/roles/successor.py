@@ -54,6 +54,7 @@ log = logging.getLogger("metamq.broker")
 RETRY_S = 0.5
 RECORD_ATTEMPTS = 20
 LONG_AGO = -1e9
+CAUSE_CHARS_MAX = 200
 RESIGN_S = 5.0
 """Seconds that a master that stops spends on its successor."""
 
@@ -177,7 +178,8 @@ class Successor:
 
         `since`: the loop's time at which the cause was noticed.
         """
-        registration, cause = self._registration(), asked.cause or "an operator's command"
+        registration = self._registration()
+        cause = (asked.cause or "an operator's command")[:CAUSE_CHARS_MAX]
         took_ms = round((asyncio.get_running_loop().time() - since) * 1000)
         lost = "an operator accepted a loss" if asked.accept_loss else ""
         at_ms = round(time.time() * 1000)
