@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -77,3 +78,32 @@ def test_folders_have_few_files() -> None:
     folders = Counter(path.parent for path in modules().values())
     assert folders[ROOT / "broker" / "front_door"] > 5
     assert {str(folder): files for folder, files in folders.items() if files > FOLDER_FILES_MAX} == {}
+
+
+def inner_modules() -> dict[str, set[str]]:
+    """The modules of each inner folder that only their own folder imports, also for types."""
+    files, packages = modules(), drawer().packages()
+    rooms: dict[str, set[str]] = {name: set() for name in packages if name.count(".") > 1}
+    imported_by: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for one in drawer().imports(path):
+            target = one if one in files else one.rpartition(".")[0]
+            if target in imported_by and target != name:
+                imported_by[target].add(drawer().owner(name, packages) or "metamq")
+    for name, importers in imported_by.items():
+        room = name.rpartition(".")[0]
+        if room in rooms and name not in packages and importers <= {room}:
+            rooms[room].add(name)
+    return {room: found for room, found in rooms.items() if found}
+
+
+def test_a_contract_protects_the_inner_modules_of_each_folder() -> None:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    protected = {
+        contract["allowed_importers"][0]: set(contract["protected_modules"])
+        for contract in contracts
+        if contract["type"] == "protected"
+    }
+    assert len(protected) > 10
+    assert protected == inner_modules()
