@@ -47,6 +47,8 @@ class BrokerConfig:
     """Seconds between two rounds of retention, checkpoints and checks of the free disk space."""
     failover: str = ""
     """auto or manual: the mode of this broker id if it has none yet. Later `metamq ha failover` changes it."""
+    failover_pause_max_ms: int = 120_000
+    """The longest pause between automatic switches of masters. It doubles from 2 s with each switch of ten minutes."""
     insync_lag_ms: int = 5_000
     """A slave that delays the master's acknowledgements this long leaves the in-sync set."""
     far_behind_bytes: int = 1024 * MEBIBYTE
@@ -83,6 +85,7 @@ class BrokerConfig:
         limits = {
             "id": (0, BROKER_ID_MAX),
             "replica": (0, REPLICA_MAX),
+            "failover_pause_max_ms": (0, 3_600_000),
             "insync_lag_ms": (100, 600_000),
             "far_behind_bytes": (0, 1 << 50),
             "replication_bytes_per_s": (0, 1 << 50),

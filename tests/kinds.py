@@ -61,7 +61,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    """Fails a test that has swallowed the error of the audit hook."""
+    """Fails a test that has swallowed the error of the audit hook. Fixtures of the session may end here."""
+    global _running
+    _running = None
     yield
     started = _started.copy()
     _started.clear()

@@ -105,7 +105,9 @@ class RoleKeeper:
         self._offered: tuple[int, RoleKind, dict[str, int]] | None = None
         self._following: asyncio.Task[None] | None = None
         self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
-        self.successor = Successor(session, topics, status, registration, self.promote, self.look_again)
+        self.successor = Successor(
+            session, topics, status, registration, self.promote, self.look_again, config.failover_pause_max_ms
+        )
         topics.opened = self._opened
         topics.closing = self._closing
         topics.flush_changed = self._flush_changed

@@ -54,7 +54,6 @@ FREE_SWITCHES = 3
 """Automatic switches within FLAPPING_MS that need no pause."""
 FLAPPING_MS = 600_000
 PAUSE_FIRST_MS = 2_000
-PAUSE_MAX_MS = 120_000
 
 SESSION_ENDED = "the session of the master ended"
 NO_PROCESS = "no process listens at the master's address"
@@ -95,6 +94,8 @@ class Situation(NamedTuple):
     """Milliseconds since this replica has been in sync with a master that is there."""
     switches_ago_ms: Sequence[int] = ()
     """The age of each automatic switch that this replica has seen."""
+    pause_max_ms: int = 120_000
+    """The longest pause against flapping."""
 
 
 class Noticed(NamedTuple):
@@ -126,7 +127,7 @@ def decide(now: Situation) -> StepDecision:
         return StepDecision(Step.STAY, "the master is there")
     if not now.gone and now.in_sync_ms < RETURN_MS:
         return StepDecision(Step.WAIT, "the preferred replica returns later", RETURN_MS - now.in_sync_ms)
-    if (left_ms := pause_ms(now.switches_ago_ms)) > 0:
+    if (left_ms := pause_ms(now.switches_ago_ms, now.pause_max_ms)) > 0:
         count = len(_recent(now.switches_ago_ms))
         return StepDecision(Step.WAIT, f"a pause against flapping, after {count} automatic switches", left_ms)
     return _in_turn(now) if now.gone else StepDecision(Step.TAKE_OVER, PREFERRED)
@@ -162,13 +163,13 @@ def ranking(candidates: Sequence[Candidate], preferred: int | None) -> list[int]
     return [replica for _, replica in ranked]
 
 
-def pause_ms(switches_ago_ms: Sequence[int]) -> int:
+def pause_ms(switches_ago_ms: Sequence[int], pause_max_ms: int) -> int:
     """The milliseconds until the next automatic switch. The pause doubles with each switch of the last ten minutes."""
     recent = _recent(switches_ago_ms)
     excess = len(recent) - FREE_SWITCHES
     if excess < 0:
         return 0
-    return max(min(PAUSE_FIRST_MS << excess, PAUSE_MAX_MS) - min(recent), 0)
+    return max(min(PAUSE_FIRST_MS << excess, pause_max_ms) - min(recent), 0)
 
 
 def _recent(switches_ago_ms: Sequence[int]) -> list[int]:

@@ -70,6 +70,7 @@ class Successor:
         registration: Callable[[], Registration],
         promote: Callable[[Promote, Noticed], Awaitable[object]],
         changed: Callable[[], None],
+        pause_max_ms: int,
     ) -> None:
         """`promote` is RoleKeeper's. `changed` lets it settle the role again, and so register `published`."""
         self._session = session
@@ -78,6 +79,7 @@ class Successor:
         self._registration = registration
         self._promote = promote
         self._changed = changed
+        self._pause_max_ms = pause_max_ms
         self._watch = OneWatch(changed)
         self._failover = Failover()
         self._gone_since: float | None = None
@@ -138,8 +140,9 @@ class Successor:
         in_sync_ms = 0 if self._in_sync_since is None else round((now - self._in_sync_since) * 1000)
         candidates = [_candidate(slave, state) for slave in slaves if _member(slave) in state.insync]
         return Situation(
-            failover, state, registration.member, self._obstacle(), gone, gone_ms, candidates, in_sync_ms, ago_ms
-        )
+            failover, state, registration.member, self._obstacle(), gone, gone_ms, candidates, in_sync_ms, ago_ms,
+            self._pause_max_ms,
+        )  # fmt: skip
 
     def _obstacle(self) -> str:
         if self._topics.damage():

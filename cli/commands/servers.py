@@ -54,6 +54,8 @@ _SETTINGS = (
      "When the broker stops, wait this long for requests in progress.  [10s]"),
     ("--failover", "failover", click.Choice(MODES),
      "Failover of the broker id if it has no mode yet: auto, or manual. Later use `metamq ha failover`.  [manual]"),
+    ("--failover-pause-max", "failover_pause_max_ms", DURATION,
+     "The longest pause between automatic switches; it doubles from 2 s with each one in ten minutes.  [2m]"),
     ("--insync-lag", "insync_lag_ms", DURATION,
      "A slave that delays writes for this time leaves the in-sync set.  [5s]"),
     ("--replication-rate", "replication_bytes_per_s", SIZE, "Bytes per second to each slave; 0 is no limit.  [0]"),

@@ -43,8 +43,10 @@ SLAVES_READ = "slaves read from"
 ALONE = "master cut off from its slaves, gone with what they lack"
 EXPIRED = "a replica's session expired"
 CUT = "a log cut at the point of agreement"
+BY_ITSELF = "a slave took over by itself"
 SAID = {EXPIRED: re.compile("the session expired"), CUT: re.compile(r"replica \d, .*: it is cut from offset")}
 """So a broker's log says it, the master's for what is cut."""
+SAID_IF_AUTO = {BY_ITSELF: re.compile(r"WARNING .* is the master instead of replica \d, after")}
 LOST = "promoted, with a loss"
 IN_CALM = "promoted, nothing else amiss"
 ALIVE = "promoted amid faults, the master alive"
@@ -143,8 +145,11 @@ def networked_group(folder: Path, **settings: Any) -> Iterator[NetworkedGroup]:
 class Chaos:
     """Does something bad, again and again, and makes good what must be for the cluster to go on."""
 
-    def __init__(self, group: NetworkedGroup, seed: int) -> None:
+    def __init__(self, group: NetworkedGroup, seed: int, *, is_auto: bool = False) -> None:
+        """`is_auto`: nobody promotes, but after ZooKeeper was taken back, or for a damaged master."""
         self.group = group
+        self._is_auto = is_auto
+        self._said = {**SAID, **SAID_IF_AUTO} if is_auto else SAID
         self.random = random.Random(seed)
         self.done: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
@@ -164,11 +169,11 @@ class Chaos:
             for kind, ways in LINKS.items()
             for name, cut in (("both ways", self.cut_both_ways), ("one way", self.cut_one_way))
         }
+        asked = {ASKED: self.hand_over, ASKED_IN_CALM: self.hand_over_in_calm}
         return {
             "master killed": self.kill_master,
             "slave killed": self.kill_slave,
-            ASKED: self.hand_over,
-            ASKED_IN_CALM: self.hand_over_in_calm,
+            **({"master stopped": self.stop_master} if self._is_auto else asked),
             "frozen": self.freeze_any,
             "master frozen": self.freeze_master,
             "connections broken": self.break_,
@@ -185,7 +190,8 @@ class Chaos:
     @property
     def missing(self) -> set[str]:
         """What happens in a run that is long enough, and has not happened yet."""
-        kinds = {*self._actions(), IN_CALM, ALIVE, DEAD, SLAVES_READ, *SAID}
+        kinds = {*self._actions(), SLAVES_READ, *self._said}
+        kinds |= set() if self._is_auto else {IN_CALM, ALIVE, DEAD}
         kinds |= set() if self._accept_loss else {WAITED}
         return kinds - (+self.done).keys() - (+self.seen).keys()
 
@@ -235,6 +241,13 @@ class Chaos:
         if number is not None:
             self._did("master killed")
             self._kill(number)
+
+    def stop_master(self) -> None:
+        """In good order: it hands over first."""
+        number = self.master()
+        if number is not None:
+            self._did("master stopped")
+            self.group.replicas[number].stop()
 
     def kill_slave(self) -> None:
         master = self.master()
@@ -382,7 +395,8 @@ class Chaos:
             end = self.random.choice([self._kill, self._freeze])
             end(master)
         self.group.network.heal(*ways, broken=self.random.random() < 0.5)
-        self.promote_any()
+        if not self._is_auto:
+            self.promote_any()
 
     def promote_any(self, what: str = "") -> None:
         """Asks the replicas one after the other; who is not in sync refuses, unless loss is accepted."""
@@ -431,7 +445,7 @@ class Chaos:
             if not self.group.replicas[number].running and self.random.random() < 0.6:
                 self.group.start_again(number)
         logs = [replica.log_path.read_text() for replica in self.group.replicas]
-        for what, said in SAID.items():
+        for what, said in self._said.items():
             self.seen[what] = sum(len(said.findall(log)) for log in logs)
 
     def repair(self) -> None:
@@ -439,7 +453,7 @@ class Chaos:
         master = self.master()
         with contextlib.suppress(MetamqError):
             if master is None:
-                wants_another = not self.storage.decide() and self.random.random() < 0.5
+                wants_another = not self.storage.decide() and not self._is_auto and self.random.random() < 0.5
             else:
                 wants_another = statistics(self.group.replicas[master])["damaged_count"] > 0
             if wants_another:

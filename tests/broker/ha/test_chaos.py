@@ -42,11 +42,11 @@ class Outcome(NamedTuple):
     losses: int
 
 
-def survive(group: NetworkedGroup, report: Report, rounds: Sequence[Round]) -> Outcome:
+def survive(group: NetworkedGroup, report: Report, rounds: Sequence[Round], *, is_auto: bool = False) -> Outcome:
     """Chaos. After each round all is mended, read up to there, and looked at."""
     seed = int(os.environ.get("METAMQ_SEED", random.randrange(1 << 32)))
     report(f"METAMQ_SEED={seed}")
-    chaos = Chaos(group, seed)
+    chaos = Chaos(group, seed, is_auto=is_auto)
     loads = begin(group, seed, losses=any(one.losses_s for one in rounds))
     chaos.storage.zookeeper_goes_back += [load.group.zookeeper_goes_back for load in loads]
     logs: dict[str, Logs] = {}
@@ -126,8 +126,8 @@ def logs_of(group: NetworkedGroup, topic: str) -> Logs:
 
 
 @contextlib.contextmanager
-def a_group(folder: Path) -> Iterator[NetworkedGroup]:
-    with networked_group(folder, far_behind_bytes=FAR_BEHIND_BYTES, with_disk=True) as group:
+def a_group(folder: Path, **settings: object) -> Iterator[NetworkedGroup]:
+    with networked_group(folder, far_behind_bytes=FAR_BEHIND_BYTES, with_disk=True, **settings) as group:
         yield group
 
 
@@ -151,6 +151,16 @@ def test_with_accepted_losses_nothing_is_doubled_and_readers_miss_nothing_of_wha
     with a_group(tmp_path) as group:
         chaos, losses = survive(group, report_figures, [Round(10, 10)])
         assert losses >= chaos.done[LOST] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seconds", [60, pytest.param(1800, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+def test_nobody_promotes_and_nothing_is_lost(tmp_path: Path, report_figures: Report, seconds: float) -> None:
+    with a_group(tmp_path, failover="auto", failover_pause_max_ms=0) as group:
+        chaos, losses = survive(group, report_figures, [Round(0, seconds)], is_auto=True)
+        assert chaos.missing == set(), "which did not happen"
+        assert losses == 0
 
 
 @pytest.mark.long
