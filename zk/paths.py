@@ -2,7 +2,7 @@
 
     /meta/cluster                                                              persistent.
     /meta/brokers/ids/<broker id>/master, slave<replica>                       ephemeral.
-    /meta/brokers/ids/<broker id>/state, failover                              persistent.
+    /meta/brokers/ids/<broker id>/state, failover, had-slaves                  persistent.
     /meta/brokers/topics-pub|topics-sub/<topic>/<broker id>-m|-s<replica>      ephemeral.
     /meta/config/topics/<topic>                                                persistent.
     /meta/consumers/<group>/ids/<consumer>                                     ephemeral.

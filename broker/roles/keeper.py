@@ -226,7 +226,7 @@ class RoleKeeper:
         return former
 
     def _leave_role(self, refusal: Fenced) -> Role:
-        """Ends the work of the role but keeps its kind; returns the former role."""
+        """Ends the work of the role, keeps its kind, and returns the former role."""
         role = self._status.role
         return self._exchange(BetweenRoles(role.kind, role.epoch, role.reason, refusal), refusal)
 
@@ -369,7 +369,7 @@ class RoleKeeper:
             await self._offer()
 
     def offers_may_be_gone(self) -> None:
-        """Lets the next offer() look at what ZooKeeper has: it was taken back, perhaps in the same session."""
+        """Makes the next offer() read the nodes in ZooKeeper: it was taken back, perhaps in the same session."""
         self._offered = None
 
     async def _offer(self) -> None:

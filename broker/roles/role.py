@@ -88,7 +88,7 @@ class MasterRole:
         return self.epoch
 
     def preferred_replica(self, partition: Partition, position: int, far_bytes: int) -> int:
-        """Returns the replica that a reader at this byte of a partition asks next; -1 is this one.
+        """Returns the replica that a reader at this byte of a partition must ask next; -1 is this one.
 
         Data more than `far_bytes` behind the end is in no page cache any more, so a slave's disk serves it as well. A
         reader leaves the master at `far_bytes`, and comes back at half of it: so it does not alternate between the two.

@@ -1,9 +1,9 @@
-"""Decides whether this slave takes over from a master that is gone. Pure: no I/O, no clock.
+"""Decides if this slave takes over from a master that is gone. Pure: no I/O, no clock.
 
 Theory of operation
 -------------------
-There is no controller. Every in-sync slave sees the same nodes in ZooKeeper, and decides by the same function. What it
-decides is only *when it tries*: the take-over itself is the compare-and-set of a promotion without loss
+There is no controller. Every in-sync slave sees the same nodes in ZooKeeper, and decides by the same function. The
+function decides only *when the slave tries*: the take-over itself is the compare-and-set of a promotion without loss
 (metamq.zk.cluster.replicas). So two slaves that decide at once, or by stale reads, do no harm: one of them succeeds,
 and the other one finds a newer state.
 
@@ -11,13 +11,14 @@ A master is gone if one of two things is known:
 
 - Its node is gone. The node lives as long as the master's session, and the master's lease ends before that.
 - No process listens at its address, and its link has ended. The kernel of the master's machine says so (it refuses the
-  connection), and a master listens until its process ends. So after a kill -9 nobody waits for the end of the session.
-  A silent address says nothing: the master may be frozen, or the network cut. Then only the session counts.
+  connection), and a master listens until its process ends. So after a kill -9 no slave waits for the end of the
+  session. An address that does not answer proves nothing: the master may be frozen, or the network cut. Then only the
+  session counts.
 
-In the first case each candidate publishes in its node how much of the logs it has. All in-sync slaves have all that was
-acknowledged on `sync` topics. On `async` topics the one with the most bytes gives up least, so it goes first; then the
-preferred replica; then the lowest number. A candidate that publishes nothing for a moment is passed over, and one that
-does not take over loses its turn to the next one.
+In the first case each candidate publishes the size of its logs in its node. All in-sync slaves have every message that
+was acknowledged on `sync` topics. On `async` topics the one with the most bytes gives up least, so it goes first; then the
+preferred replica; then the lowest number. The others skip a candidate that publishes nothing for a moment. A candidate
+that does not take over loses its turn to the next one.
 
     the situation                                              the decision
     failover is manual, or paused                              STAY

@@ -213,7 +213,7 @@ class Successor:
     # -- a master that stops ------------------------------------------------------------------------------------------
 
     async def resign(self) -> None:
-        """Asks an in-sync slave to take over from this master. Returns when one has, or when none does."""
+        """Asks an in-sync slave to take over from this master. Returns when a slave has taken over, or none will."""
         role, registration, failover = self._status.role, self._registration(), self._failover
         if not isinstance(role, MasterRole) or role.service.alone or not failover.is_on:
             return

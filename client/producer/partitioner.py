@@ -22,7 +22,7 @@ def by_key_hash(topic: str, key: bytes, count: int) -> int:
 
 
 class RoundRobin:
-    """Chooses the next partition for every message, with or without a key."""
+    """Chooses the partitions in turn, whatever the key is. Messages without a key never reach a partitioner."""
 
     def __init__(self) -> None:
         self._next: dict[str, int] = {}

@@ -37,7 +37,7 @@ class Block(Protocol):
 class TransactionalProducer(ProducerApi[T]):
     """A producer with transactions. If a thread or task works in a transaction, `send` and `send_many` look it up.
 
-    `_has_transactions` is set only while there is one: a producer without transactions pays for that check alone.
+    `_has_transactions` is set only while there is one: without transactions a producer only makes that check.
     """
 
     Error = MetamqError

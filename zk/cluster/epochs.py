@@ -1,4 +1,4 @@
-"""Epoch numbers: each has only one master ever. And the detection of a ZooKeeper that was taken back.
+"""Epoch numbers, of which each has only one master ever; and the detection of a ZooKeeper that was taken back.
 
 Theory of operation
 -------------------
