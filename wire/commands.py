@@ -69,6 +69,8 @@ class Promote(NamedTuple):
     """The reason, for the list of switches; empty: an operator's command."""
     master_stops: bool = False
     """True if the present master asks, since it is going to stop: it does not stay in the in-sync set."""
+    epoch: int = 0
+    """The epoch of the master that is replaced: in another one the request is refused; 0: any."""
 
 
 class Promoted(NamedTuple):

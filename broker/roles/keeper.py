@@ -105,9 +105,7 @@ class RoleKeeper:
         self._offered: tuple[int, RoleKind, dict[str, int]] | None = None
         self._following: asyncio.Task[None] | None = None
         self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
-        self.successor = Successor(
-            session, topics, status, registration, self.promote, self.look_again, config.failover_pause_max_ms
-        )
+        self.successor = Successor(config, session, topics, status, registration, self.promote, self.look_again)
         topics.opened = self._opened
         topics.closing = self._closing
         topics.flush_changed = self._flush_changed
@@ -282,7 +280,7 @@ class RoleKeeper:
             deposed=self.look_again,
             failed=self._log_failed,
         )
-        await self.successor.begin_mode(self._config.failover)
+        self.successor.begin_mode()
         self._taken = None  # from here on the replica may answer clients in this epoch
         transfer = GroupTransferService(registration.broker_id, service, self._may_believe)
         self._exchange(MasterRole(mastership.epoch, service, transfer, transactions), refusal)
@@ -413,7 +411,7 @@ class RoleKeeper:
                 self._folder.raise_incarnation("a log is damaged")
                 registration = self._registration()
             state, version = stored
-            if noticed is not None and state.epoch != noticed.epoch:
+            if asked.epoch not in (0, state.epoch):
                 raise Fenced(self._what, f"epoch {state.epoch} has begun meanwhile")
             was_taken_back = taken_back(known(stored), [registration.claim, *claims])
             in_sync = registration.member in state.insync and not was_taken_back
@@ -431,15 +429,12 @@ class RoleKeeper:
             )  # fmt: skip
             if isinstance(mastership, Refused):
                 raise Fenced(self._what, "the state has changed meanwhile: look at `metamq ha status` again")
-            log.warning("%s was promoted, epoch %d%s", self._what, mastership.epoch, "" if in_sync else ", with loss")
             try:
                 await self._begin_epoch(mastership, registered)
             except SHORTAGES:
                 self.look_again()  # this replica is the master, and begins its epoch again
                 raise
-            self.successor.promoted(
-                mastership.epoch, state.master, asked, since, is_automatic=noticed is not None, has_lost=not in_sync
-            )
+            self.successor.promoted(mastership.epoch, state.master, asked, noticed, since, has_lost=not in_sync)
             return mastership
 
     async def _is_handed_over(self, state: BrokerState) -> bool:

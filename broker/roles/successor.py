@@ -8,11 +8,12 @@ that is going to stop, it asks a slave to take over first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from metamq.broker.roles.role import MasterRole, SlaveRole
 from metamq.broker.roles.succession import (
@@ -32,6 +33,7 @@ from metamq.wire.commands import Command, Promote
 from metamq.zk.cluster.brokers import BrokerState, master_of, read_state
 from metamq.zk.cluster.failover import (
     Failover,
+    Mode,
     Switch,
     begin_failover,
     change_failover,
@@ -43,6 +45,7 @@ from metamq.zk.cluster.replicas import slaves_of
 from metamq.zk.session.watches import OneWatch
 
 if TYPE_CHECKING:
+    from metamq.broker.config import BrokerConfig
     from metamq.broker.data.topics import Topics
     from metamq.broker.ha.client import HAClient
     from metamq.broker.roles.role import ReplicaStatus
@@ -65,13 +68,13 @@ class Successor:
 
     def __init__(
         self,
+        config: BrokerConfig,
         session: Session,
         topics: Topics,
         status: ReplicaStatus,
         registration: Callable[[], Registration],
         promote: Callable[[Promote, Noticed], Awaitable[object]],
         changed: Callable[[], None],
-        pause_max_ms: int,
     ) -> None:
         """`promote` is RoleKeeper's. `changed` lets it settle the role again, and so register `published`."""
         self._session = session
@@ -80,7 +83,7 @@ class Successor:
         self._registration = registration
         self._promote = promote
         self._changed = changed
-        self._pause_max_ms = pause_max_ms
+        self._config = config
         self._watch = OneWatch(changed)
         self._failover = Failover()
         self._gone_since: float | None = None
@@ -142,7 +145,7 @@ class Successor:
         candidates = [_candidate(slave, state) for slave in slaves if _member(slave) in state.insync]
         return Situation(
             failover, state, registration.member, self._obstacle(), gone, gone_ms, candidates, in_sync_ms, ago_ms,
-            self._pause_max_ms,
+            self._config.failover_pause_max_ms,
         )  # fmt: skip
 
     def _obstacle(self) -> str:
@@ -160,7 +163,7 @@ class Successor:
         try:
             since = self._gone_since or asyncio.get_running_loop().time()
             is_gone = self._gone_since is not None
-            await self._promote(Promote(False, decision.reason), Noticed(since, state.epoch, is_gone))
+            await self._promote(Promote(False, decision.reason, epoch=state.epoch), Noticed(since, is_gone))
         except (ConnectError, CorruptData, StorageError):  # RoleKeeper.run() handles them
             raise
         except MetamqError as error:
@@ -174,15 +177,19 @@ class Successor:
         known, unknown = ({}, LONG_AGO) if self._seen is None else (self._seen, now)
         self._seen = {one.epoch: known.get(one.epoch, unknown) for one in failover.switches if one.is_automatic}
 
-    async def begin_mode(self, mode: str) -> None:
-        """Gives a broker id that has no mode of failover yet this one; "": none. Raises ConnectionLost."""
-        if mode:
-            await begin_failover(self._session, self._registration().broker_id, check_mode(mode))
+    def begin_mode(self) -> None:
+        """Gives a broker id that has no mode of failover yet the configured one, in the background."""
+        if self._config.failover:
+            self._in_background(self._begin_mode(check_mode(self._config.failover)))
+
+    async def _begin_mode(self, mode: Mode) -> None:
+        with contextlib.suppress(ConnectError):  # the next epoch tries again
+            await begin_failover(self._session, self._registration().broker_id, mode)
 
     # -- a master -----------------------------------------------------------------------------------------------------
 
     def promoted(
-        self, epoch: int, former: int, asked: Promote, since: float, *, is_automatic: bool, has_lost: bool
+        self, epoch: int, former: int, asked: Promote, noticed: Noticed | None, since: float, *, has_lost: bool
     ) -> None:
         """Lists a switch in ZooKeeper, in the background: this replica serves as the master meanwhile.
 
@@ -191,12 +198,16 @@ class Successor:
         registration = self._registration()
         cause = (asked.cause or "an operator's command")[:CAUSE_CHARS_MAX]
         took_ms = round((asyncio.get_running_loop().time() - since) * 1000)
+        is_automatic = noticed is not None
         lost = "an operator accepted a loss" if has_lost else ""
         at_ms = round(time.time() * 1000)
         switch = Switch(epoch, cause, former, registration.replica, at_ms, took_ms, is_automatic, lost)
         what = f"{registration} is the master instead of replica {former}, after {took_ms} ms: {cause}"
         log.log(logging.WARNING if is_automatic else logging.INFO, "%s", what)
-        task = asyncio.ensure_future(self._record(switch))
+        self._in_background(self._record(switch))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._recording.add(task)
         task.add_done_callback(self._recording.discard)
 
@@ -209,6 +220,7 @@ class Successor:
             except (ConnectError, CorruptData) as error:
                 log.warning("the switch to epoch %d is not listed yet: %s", switch.epoch, error)
                 await asyncio.sleep(RETRY_S)
+        log.warning("the switch to epoch %d is not listed: ZooKeeper did not answer for long", switch.epoch)
 
     async def close(self) -> None:
         """Ends the background work."""
@@ -224,21 +236,22 @@ class Successor:
         role, registration, failover = self._status.role, self._registration(), self._failover
         if not isinstance(role, MasterRole) or role.service.alone or not failover.is_on:
             return
+        asked = Promote(False, f"replica {registration.replica} stops", master_stops=True, epoch=role.epoch)
         try:
             async with asyncio.timeout(RESIGN_S):
                 slaves = await slaves_of(self._session, registration.broker_id)
                 ready = [slave for slave in slaves if _member(slave) in role.service.membership.insync]
                 for slave in sorted(ready, key=lambda one: (one.replica != failover.preferred, one.replica)):
-                    if await self._asked(slave, f"replica {registration.replica} stops"):
+                    if await self._asked(slave, asked):
                         return
         except (TimeoutError, MetamqError) as error:  # whatever it is, the stop goes on
             log.warning("%s stops without a successor: %s", registration, error or "no slave answered in time")
 
-    async def _asked(self, slave: BrokerAddress, cause: str) -> bool:
+    async def _asked(self, slave: BrokerAddress, asked: Promote) -> bool:
         try:
             connection = await BrokerConnection.open(slave.host, slave.port)
             try:
-                await connection.request(Command.PROMOTE, Promote(False, cause, master_stops=True), timeout_s=RESIGN_S)
+                await connection.request(Command.PROMOTE, asked, timeout_s=RESIGN_S)
             finally:
                 await connection.close()
         except MetamqError as error:

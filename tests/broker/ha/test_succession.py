@@ -104,7 +104,7 @@ def test_a_refused_hand_over_ends_nothing_and_the_preferred_replica_waits_again(
 
     async def take_over() -> None:
         none: Any = None
-        successor = Successor(none, none, none, lambda: none, refuse, lambda: None, 0)
+        successor = Successor(none, none, none, none, lambda: none, refuse, lambda: None)
         successor._in_sync_since = 1.0
         assert await successor._carry_out(StepDecision(Step.TAKE_OVER, PREFERRED), STATE)
         assert successor._in_sync_since is None
