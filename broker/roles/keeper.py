@@ -397,9 +397,8 @@ class RoleKeeper:
     async def promote(self, asked: Promote, noticed: Noticed | None = None) -> Mastership:
         """Makes this replica the master: an operator, a master that stops, or this replica's Successor asks for it.
 
-        It takes over from a living master when it holds all messages, and does not wait for one that is dead or hangs.
-        `noticed`: it decided that by itself. Raises Fenced if it is not in the in-sync set, unless `accept_loss`; the
-        refusal of a living master; and ConnectError if ZooKeeper does not answer.
+        It waits for all messages of a living master, but not for a master that is dead or hangs. `noticed`: it decided
+        by itself. Raises Fenced (not in sync, without `accept_loss`), the refusal of a living master, ConnectError.
         """
         since = asyncio.get_running_loop().time() if noticed is None else noticed.since
         async with self._settling:

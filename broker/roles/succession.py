@@ -16,9 +16,9 @@ A master is gone if one of two things is known:
   session counts.
 
 In the first case each candidate publishes the size of its logs in its node. All in-sync slaves have every message that
-was acknowledged on `sync` topics. On `async` topics the one with the most bytes gives up least, so it goes first; then the
-preferred replica; then the lowest number. The others skip a candidate that publishes nothing for a moment. A candidate
-that does not take over loses its turn to the next one.
+was acknowledged on `sync` topics. On `async` topics the one with the most bytes gives up least, so it goes first; then
+the preferred replica; then the lowest number. The others skip a candidate that publishes nothing for a moment. A
+candidate that does not take over loses its turn to the next one.
 
     the situation                                              the decision
     failover is manual, or paused                              STAY
