@@ -18,6 +18,7 @@ import pytest
 STARTERS = {
     "docker",
     "getfixturevalue",  # takes a fixture that only the run of the test knows
+    "metamq.spark_consumers.spark_session",
     "metamq.testing",
     "metamq.zk.server.embedded.EmbeddedZooKeeper",
     "metamq.zk.server.java",

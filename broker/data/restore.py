@@ -123,6 +123,7 @@ def plan_restore(reports: Sequence[FolderReport], export: ClusterExport | None, 
     questions += [_ask_for_broker(number) for number in sorted(missing - choices.without)]
     nodes = {f"/brokers/ids/{one.broker_id}/state": state_json(one.state) for one in brokers if one.state is not None}
     nodes |= {f"/brokers/ids/{one.broker_id}/{HAD_SLAVES}": b"" for one in brokers if one.had_slaves}
+    nodes |= _of_failover(brokers, export)
     nodes |= {f"{TOPICS}{topic}": to_json(config) for topic, config in topics.items()}
     nodes |= _of_clients(export, topics, choices, notes)
     notes += _notes_of(brokers, topics, settings_from, export)
@@ -454,6 +455,13 @@ def _without(configs: Mapping[str, TopicConfig], gone: frozenset[int], notes: li
         if left:
             kept[topic] = replace(config, partitions=left)
     return kept
+
+
+def _of_failover(brokers: Sequence[BrokerView], export: ClusterExport | None) -> dict[str, bytes]:
+    """The operators' choices of failover. Without an export there are none: an operator promotes."""
+    exported = export.nodes if export is not None else {}
+    paths = [f"/brokers/ids/{one.broker_id}/failover" for one in brokers]
+    return {path: exported[path] for path in paths if path in exported}
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ class HAClient:
     async def hand_over(self, wait_ms: int) -> None:
         """Asks the master to stop writing, and waits until this replica holds all its messages.
 
-        Raises ConnectError without a link, Timeout, NotEnoughReplicas or Fenced with the master's reason.
+        Raises ConnectError without a link, Timeout, or MetamqError with the master's reason.
         """
         if self._link is None:
             raise ConnectError("the master", "there is no link to it")

@@ -422,6 +422,8 @@ class RoleKeeper:
             self._folder.check_writable()  # otherwise no replica would be the master
             if in_sync:
                 handed_over = await self._is_handed_over(state)
+            if noticed is not None and not noticed.is_gone and not handed_over:
+                raise Fenced(self._what, "the master did not hand over")
             mastership = await take_over(
                 self._session, registration, state, version, claims,
                 accept_loss=asked.accept_loss, handed_over=handed_over and not asked.master_stops,
@@ -434,7 +436,9 @@ class RoleKeeper:
             except SHORTAGES:
                 self.look_again()  # this replica is the master, and begins its epoch again
                 raise
-            self.successor.promoted(mastership.epoch, state.master, asked, since, is_automatic=noticed is not None)
+            self.successor.promoted(
+                mastership.epoch, state.master, asked, since, is_automatic=noticed is not None, has_lost=not in_sync
+            )
             return mastership
 
     async def _is_handed_over(self, state: BrokerState) -> bool:

@@ -25,7 +25,8 @@ candidate that does not take over loses its turn to the next one.
     the master is there, and this replica has been the         TAKE_OVER, by a hand-over
     preferred one, and in sync, for RETURN_MS
     the master is there                                        STAY
-    this replica is not in the in-sync set, or has an obstacle STAY, with the reason
+    this replica is not in the in-sync set                     STAY
+    this replica has an obstacle                               WAIT if the master is gone, else STAY
     several automatic switches happened a short time ago       WAIT, longer with each of them
     no other candidate is registered                           TAKE_OVER
     it has not published its logs' size                        PUBLISH
@@ -49,6 +50,8 @@ PUBLISH_MS = 300
 """Milliseconds in which candidates publish the size of their logs."""
 TURN_MS = 1000
 """Milliseconds that a candidate has for its take-over before the next one tries."""
+OBSTACLE_MS = 1000
+"""Milliseconds between two looks at an obstacle: nothing else tells that it has ended."""
 RETURN_MS = 120_000
 """Milliseconds after which the preferred replica becomes the master again."""
 FREE_SWITCHES = 3
@@ -106,6 +109,8 @@ class Noticed(NamedTuple):
     """The loop's time at which it noticed the cause."""
     epoch: int
     """The epoch of the master that it replaces."""
+    is_gone: bool
+    """True if this master is gone. Otherwise it must hand over."""
 
 
 class StepDecision(NamedTuple):
@@ -123,7 +128,8 @@ def decide(now: Situation) -> StepDecision:
     if now.me not in now.state.insync:
         return StepDecision(Step.STAY, "it is not in the in-sync set, so that messages would be lost")
     if now.obstacle:
-        return StepDecision(Step.STAY, now.obstacle)
+        again_ms = OBSTACLE_MS if now.gone else None
+        return StepDecision(Step.WAIT if now.gone else Step.STAY, now.obstacle, again_ms)
     if not now.gone and now.me[0] != now.failover.preferred:
         return StepDecision(Step.STAY, "the master is there")
     if not now.gone and now.in_sync_ms < RETURN_MS:

@@ -27,7 +27,7 @@ from metamq.broker.roles.succession import (
     off_reason,
 )
 from metamq.client.net.transport import BrokerConnection
-from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, NotEnoughReplicas
+from metamq.errors import ConnectError, CorruptData, MetamqError, StorageError
 from metamq.wire.commands import Command, Promote
 from metamq.zk.cluster.brokers import BrokerState, master_of, read_state
 from metamq.zk.cluster.failover import (
@@ -54,6 +54,7 @@ log = logging.getLogger("metamq.broker")
 RETRY_S = 0.5
 RECORD_ATTEMPTS = 20
 LONG_AGO = -1e9
+UNPUBLISHED = 0, -1
 CAUSE_CHARS_MAX = 200
 RESIGN_S = 5.0
 """Seconds that a master that stops spends on its successor."""
@@ -86,7 +87,7 @@ class Successor:
         self._in_sync_since: float | None = None
         self._seen: dict[int, float] | None = None
         """The epochs of automatic switches, and the loop's time at which this replica saw each; None: not read yet."""
-        self.published = 0, -1
+        self.published = UNPUBLISHED
         """The epoch whose master is gone, and the size of the logs here in bytes."""
         self._recording: set[asyncio.Task[None]] = set()
         self.decision: StepDecision | None = None
@@ -112,7 +113,7 @@ class Successor:
             return None
         gone = await self._why_gone(broker_id, role.link)
         if not gone:
-            self._gone_since = None
+            self._gone_since, self.published = None, UNPUBLISHED
         elif self._gone_since is None:
             self._gone_since = now
         stored = await read_state(self._session, broker_id)
@@ -158,9 +159,13 @@ class Successor:
             return None if decision.again_ms is None else decision.again_ms / 1000
         try:
             since = self._gone_since or asyncio.get_running_loop().time()
-            await self._promote(Promote(False, decision.reason), Noticed(since, state.epoch))
-        except (Fenced, NotEnoughReplicas) as error:
+            is_gone = self._gone_since is not None
+            await self._promote(Promote(False, decision.reason), Noticed(since, state.epoch, is_gone))
+        except (ConnectError, CorruptData, StorageError):  # RoleKeeper.run() handles them
+            raise
+        except MetamqError as error:
             log.warning("%s does not take over: %s", self._registration(), error)
+            self._in_sync_since = None  # each attempt of a hand-over stops the writes of a master that is there
             return RETRY_S
         return None
 
@@ -176,15 +181,17 @@ class Successor:
 
     # -- a master -----------------------------------------------------------------------------------------------------
 
-    def promoted(self, epoch: int, former: int, asked: Promote, since: float, *, is_automatic: bool) -> None:
+    def promoted(
+        self, epoch: int, former: int, asked: Promote, since: float, *, is_automatic: bool, has_lost: bool
+    ) -> None:
         """Lists a switch in ZooKeeper, in the background: this replica serves as the master meanwhile.
 
-        `since`: the loop's time at which the cause was noticed.
+        `since`: the loop's time at which the cause was noticed. `has_lost`: this replica was not in sync.
         """
         registration = self._registration()
         cause = (asked.cause or "an operator's command")[:CAUSE_CHARS_MAX]
         took_ms = round((asyncio.get_running_loop().time() - since) * 1000)
-        lost = "an operator accepted a loss" if asked.accept_loss else ""
+        lost = "an operator accepted a loss" if has_lost else ""
         at_ms = round(time.time() * 1000)
         switch = Switch(epoch, cause, former, registration.replica, at_ms, took_ms, is_automatic, lost)
         what = f"{registration} is the master instead of replica {former}, after {took_ms} ms: {cause}"
@@ -224,7 +231,7 @@ class Successor:
                 for slave in sorted(ready, key=lambda one: (one.replica != failover.preferred, one.replica)):
                     if await self._asked(slave, f"replica {registration.replica} stops"):
                         return
-        except (TimeoutError, ConnectError, CorruptData) as error:
+        except (TimeoutError, MetamqError) as error:  # whatever it is, the stop goes on
             log.warning("%s stops without a successor: %s", registration, error or "no slave answered in time")
 
     async def _asked(self, slave: BrokerAddress, cause: str) -> bool:

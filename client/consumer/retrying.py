@@ -31,6 +31,8 @@ Listener = Callable[[Message[T]], object]
 POLL_S = 0.5
 """Seconds between two checks that a message that waits for its next attempt still belongs to this consumer."""
 RETRY_DELAY_MAX_S = 30.0
+DOUBLINGS_MAX = 1000
+"""2.0 ** 1024 is an OverflowError."""
 ROLLBACK_DELAY_S = 0.1
 
 
@@ -60,7 +62,7 @@ class RetryPolicy:
             return error.delay_s
         if failed_attempts >= self.max_attempts:
             return None
-        return min(self.retry_delay_s * 2.0 ** (failed_attempts - 1), RETRY_DELAY_MAX_S)
+        return min(self.retry_delay_s * 2.0 ** min(failed_attempts - 1, DOUBLINGS_MAX), RETRY_DELAY_MAX_S)
 
 
 @dataclass(eq=False)

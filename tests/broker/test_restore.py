@@ -336,6 +336,13 @@ def test_offsets_of_what_is_not_restored_are_left_out_and_all_else_of_clients_is
     assert not any("gone" in path or "/9" in path for path in found.nodes)
 
 
+def test_the_mode_of_failover_is_that_of_the_export() -> None:
+    export, path = exported(1), "/brokers/ids/0/failover"
+    export = replace(export, nodes={**export.nodes, path: b"auto", "/brokers/ids/9/failover": b"auto"})
+    assert plan(folder(1), export=export).nodes[path] == b"auto"
+    assert not any("failover" in one for one in plan(folder(1)).nodes)
+
+
 def test_a_report_travels_as_json() -> None:
     report = folder(0, log_report([(1, 0), (2, 1)]), log_report([], 1, problem="torn"), **known(OLD, 10))
     assert FolderReport.from_json(json.dumps(report.to_json()), "it") == report

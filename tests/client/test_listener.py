@@ -34,6 +34,7 @@ def test_attempts_and_pauses() -> None:
     error = ValueError("no")
     assert [policy.pause_after(error, failed) for failed in (1, 2, 3, 4, 5)] == [0.1, 0.2, 0.4, None, None]
     assert RetryPolicy(1, 0.1).pause_after(error, 1) is None
+    assert RetryPolicy(10_000, 0.1).pause_after(error, 5_000) == RETRY_DELAY_MAX_S
     patient = RetryPolicy(1_000, 0.1)
     assert patient.pause_after(error, 200) == RETRY_DELAY_MAX_S
     assert RetryPolicy(3, 0.0).pause_after(error, 1) == 0.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from metamq.broker import __main__ as broker
 from metamq.broker.data.partition import Partition
-from metamq.broker.ha import service
+from metamq.broker.ha import handshake
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.ha.handshake import Side, SyncDecision, SyncVerdict, decide
 from metamq.broker.ha.service import HAService
@@ -57,7 +57,7 @@ def cut_at_the_wrong_place() -> None:
             return verdict._replace(offset=slave.end.offset, position=slave.end.position)
         return verdict
 
-    service.decide = wrong  # type: ignore[attr-defined]
+    handshake.decide = wrong
     HAService._lacks = lambda *_: None  # type: ignore[method-assign]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from metamq.broker.roles.succession import (
     FLAPPING_MS,
     NO_PROCESS,
     PAUSE_FIRST_MS,
+    PREFERRED,
     PUBLISH_MS,
     RETURN_MS,
     SESSION_ENDED,
@@ -25,6 +27,8 @@ from metamq.broker.roles.succession import (
     pause_ms,
     ranking,
 )
+from metamq.broker.roles.successor import Successor
+from metamq.errors import MetamqError
 from metamq.zk.cluster.brokers import BrokerState
 from metamq.zk.cluster.failover import Failover
 
@@ -51,7 +55,8 @@ def situation(**changes: Any) -> Situation:
         ({"gone": "", "failover": Failover("auto", preferred=1)}, Step.WAIT),
         ({"gone": "", "failover": Failover("auto", preferred=1), "in_sync_ms": RETURN_MS}, Step.TAKE_OVER),
         ({"gone": "", "failover": Failover("auto", preferred=2), "in_sync_ms": RETURN_MS}, Step.STAY),
-        ({"obstacle": "a log is damaged"}, Step.STAY),
+        ({"obstacle": "the disk is full"}, Step.WAIT),
+        ({"obstacle": "the disk is full", "gone": ""}, Step.STAY),
         ({"candidates": (Candidate(1, None),)}, Step.TAKE_OVER),
         ({"candidates": (Candidate(1, None), Candidate(2, 100))}, Step.PUBLISH),
         ({"candidates": (Candidate(1, None), Candidate(2, 100)), "gone_ms": 60_000}, Step.PUBLISH),
@@ -88,6 +93,24 @@ def test_the_ranking_prefers_bytes_then_the_operators_choice_then_the_number() -
     one, two, three, silent = Candidate(1, 5), Candidate(2, 5), Candidate(3, 6), Candidate(4, None)
     assert ranking([silent, two, one, three], None) == [3, 1, 2]
     assert ranking([silent, two, one, three], 2) == [3, 2, 1]
+
+
+def test_a_refused_hand_over_ends_nothing_and_the_preferred_replica_waits_again() -> None:
+    asked = []
+
+    async def refuse(promote: Any, noticed: Any) -> None:
+        asked.append((promote.cause, noticed.is_gone))
+        raise MetamqError("the master does not hand over: replica 1 did not hold everything within 3000 ms")
+
+    async def take_over() -> None:
+        none: Any = None
+        successor = Successor(none, none, none, lambda: none, refuse, lambda: None, 0)
+        successor._in_sync_since = 1.0
+        assert await successor._carry_out(StepDecision(Step.TAKE_OVER, PREFERRED), STATE)
+        assert successor._in_sync_since is None
+
+    asyncio.run(take_over())
+    assert asked == [(PREFERRED, False)]
 
 
 class Model:
