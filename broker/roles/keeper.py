@@ -188,10 +188,9 @@ class RoleKeeper:
                 role.service.state_read(*stored)
 
     async def _read_all(self) -> tuple[StateAt | None, list[KnownState]]:
-        """Returns the state, and the states that registered slaves know.
+        """Returns the state, and the states that registered slaves know. Reads the slaves first.
 
-        A slave that knows a newer state shows that ZooKeeper was taken back. So the slaves are read first. If they know
-        more, both are read again after a sync: the ZooKeeper server may only be behind the others.
+        If a slave knows a newer state, ZooKeeper was taken back, or this server is behind: reads again after a sync.
         """
         registration = self._registration()
         what = self._session, registration.broker_id
@@ -477,10 +476,7 @@ class RoleKeeper:
         return not self._has_others or self._lease.valid()
 
     async def _is_own_epoch(self) -> bool:
-        """Returns True if the state has a master's own epoch, and is not older than the state known here.
-
-        A living session does not show that: a promotion does not wait for its end.
-        """
+        """Returns True if the state has a master's own epoch, and is not older than known here. A session proves less."""
         role, version = self._status.role, self._folder.state_version
         if role.kind is not RoleKind.MASTER:
             return True
