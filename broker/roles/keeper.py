@@ -476,7 +476,7 @@ class RoleKeeper:
         return not self._has_others or self._lease.valid()
 
     async def _is_own_epoch(self) -> bool:
-        """Returns True if the state has a master's own epoch, and is not older than known here. A session proves less."""
+        """Returns True if the state has a master's own epoch and is not older than known here, whatever the session."""
         role, version = self._status.role, self._folder.state_version
         if role.kind is not RoleKind.MASTER:
             return True
