@@ -186,10 +186,9 @@ class RoleKeeper:
                 role.service.state_read(*stored)
 
     async def _read_all(self) -> tuple[StateAt | None, list[KnownState]]:
-        """Returns the state, and the states that registered slaves know.
+        """Returns the state, and the states that registered slaves know. Reads the slaves first.
 
-        A slave that knows a newer state shows that ZooKeeper was taken back. So the slaves are read first. If they know
-        more, both are read again after a sync: the ZooKeeper server may only be behind the others.
+        If a slave knows a newer state, ZooKeeper was taken back, or this server is behind: reads again after a sync.
         """
         registration = self._registration()
         what = self._session, registration.broker_id
@@ -395,9 +394,8 @@ class RoleKeeper:
     async def promote(self, asked: Promote, noticed: Noticed | None = None) -> Mastership:
         """Makes this replica the master: an operator, a master that stops, or this replica's Successor asks for it.
 
-        It takes over from a living master when it holds all messages, and does not wait for one that is dead or hangs.
-        `noticed`: it decided that by itself. Raises Fenced if it is not in the in-sync set, unless `accept_loss`; the
-        refusal of a living master; and ConnectError if ZooKeeper does not answer.
+        It waits for all messages of a living master, but not for a master that is dead or hangs. `noticed`: it decided
+        by itself. Raises Fenced (not in sync, without `accept_loss`), the refusal of a living master, ConnectError.
         """
         since = asyncio.get_running_loop().time() if noticed is None else noticed.since
         async with self._settling:
@@ -473,10 +471,7 @@ class RoleKeeper:
         return not self._has_others or self._lease.valid()
 
     async def _is_own_epoch(self) -> bool:
-        """Returns True if the state has a master's own epoch, and is not older than the state known here.
-
-        A living session does not show that: a promotion does not wait for its end.
-        """
+        """Returns True if the state has a master's own epoch and is not older than known here, whatever the session."""
         role, version = self._status.role, self._folder.state_version
         if role.kind is not RoleKind.MASTER:
             return True

@@ -38,10 +38,9 @@ class BaseProducer(ProducerApi[T]):
     settings:   linger_ms, batch_bytes, buffer_bytes, max_message_bytes, compression, partitioner, delivery_timeout_s,
                 request_timeout_s; see metamq.client.producer.producer_core.ProducerOptions.
 
-    Every message is stored once, also if the producer repeats requests. Messages with a key, and those sent to a
-    partition by name, are stored in the order of `send` within their partition, and so within a key. Messages with
-    neither go to any partition, a batch at a time: the order is kept within a batch, but not between the batches of a
-    partition.
+    Every message is stored once, also if a request is repeated. Messages with a key, and those sent to a partition by
+    name, are stored in the order of `send` within their partition, and so within a key. Messages with neither go to any
+    partition, a batch at a time: the order is kept within a batch, but not between the batches of a partition.
     Leave the `with` block, or call close(), to be sure that all is stored; both raise the errors of failed messages.
     Raises ConnectError if ZooKeeper cannot be reached, and ConfigError for a wrong setting.
     """
