@@ -278,8 +278,8 @@ class BrokerReplicas:
     `taken_back`: the reason that ZooKeeper's state is older than its replicas' knowledge, or "". While there is a
     reason, no replica counts as in sync.
 
-    `failover` is "auto", "manual" or "paused". `successor`: the replica that would take over by itself if the master
-    ended now; None: nobody would, and `no_successor` is the reason.
+    `failover` is "auto", "manual", "paused", or "unknown" if its node in ZooKeeper cannot be read. `successor`: the
+    replica that would take over by itself if the master ended now; None: nobody would, and `no_successor` is the reason.
     """
 
     broker_id: int

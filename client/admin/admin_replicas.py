@@ -11,7 +11,7 @@ from metamq.client.admin.admin_failover import successor_of
 from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.client.admin.promotion_plan import Has, Loss, loss_of
 from metamq.client.net import paged_requests
-from metamq.errors import ConfigError, ConnectError, MetamqError
+from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError
 from metamq.wire.commands import Command, Promote, Promoted, Stats, unpack
 from metamq.zk.cluster.brokers import BrokerState, StateAt, known, master_of, read_state
 from metamq.zk.cluster.epochs import highest_epoch, taken_back
@@ -74,12 +74,15 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
     for place, one in enumerate(replicas):
         damaged_count, reasons = damaged.get(one.replica, (0, ()))
         replicas[place] = replace(one, damaged_count=damaged_count, damaged=reasons)
-    failover = await read_failover(cluster.session, broker_id)
-    successor, reason = successor_of(failover, replicas)
+    try:
+        failover = await read_failover(cluster.session, broker_id)
+        mode: str = "paused" if failover.paused else failover.mode
+        successor, reason = successor_of(failover, replicas)
+    except CorruptData as error:
+        mode, successor, reason = "unknown", None, error.problem
     return BrokerReplicas(
-        broker_id, state.epoch, state.generation, tuple(replicas), was_taken_back,
-        "paused" if failover.paused else failover.mode, successor, reason,
-    )  # fmt: skip
+        broker_id, state.epoch, state.generation, tuple(replicas), was_taken_back, mode, successor, reason
+    )
 
 
 async def _state_to_go_by(session: Session, broker_id: int, stored: StateAt) -> tuple[BrokerState, str]:

@@ -28,6 +28,7 @@ POISON = {
 KINDS = [
     "config/topics/bad",
     "brokers/ids/0/state",
+    "brokers/ids/0/failover",
     "brokers/ids/7/state",
     "brokers/ids/7/master",
     "brokers/ids/0/slave5",
