@@ -99,9 +99,8 @@ def produce(
     from metamq.client.producer.producer_core import ProducerOptions
 
     load(ProducerOptions, "producer", file=current().config, arguments={"compression": compression})
-    settings = current().client()
     interrupt = Interrupt()
-    producer: Producer[bytes] = Producer(**settings, compression=compression)
+    producer: Producer[bytes] = Producer(**current().client(), compression=compression)
     with producer, interrupt:
         sender = InputSender(producer, topic, _bytes(key), _bytes(key_separator), dict(headers) or None, partition)
         try:
