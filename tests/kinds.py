@@ -30,7 +30,7 @@ STARTERS = {
 }
 """Modules, and names in them, that start processes."""
 EVENTS = ("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen")
-"""What Python's audit hooks are told of a new process."""
+"""The audit events of Python for a new process."""
 WRAPPED = ("__wrapped__", "_fixture_function", "hypothesis", "inner_test")
 """Where decorators, fixtures and Hypothesis keep the function."""
 

@@ -244,7 +244,7 @@ class Successor:
                 for slave in sorted(ready, key=lambda one: (one.replica != failover.preferred, one.replica)):
                     if await self._asked(slave, asked):
                         return
-        except (TimeoutError, MetamqError) as error:  # whatever it is, the stop goes on
+        except (TimeoutError, MetamqError) as error:  # the broker stops in any case
             log.warning("%s stops without a successor: %s", registration, error or "no slave answered in time")
 
     async def _asked(self, slave: BrokerAddress, asked: Promote) -> bool:

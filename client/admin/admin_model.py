@@ -279,7 +279,7 @@ class BrokerReplicas:
     reason, no replica counts as in sync.
 
     `failover` is "auto", "manual", "paused", or "unknown" if its node in ZooKeeper cannot be read. `successor`: the
-    replica that would take over by itself if the master ended now; None: nobody, and `no_successor` is the reason.
+    replica that would take over by itself if the master ended now, or None; then `no_successor` is the reason.
     """
 
     broker_id: int

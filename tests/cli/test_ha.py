@@ -365,3 +365,27 @@ def test_the_asyncio_admin_promotes(pair: Pair) -> None:
             assert {one.replica: one.role for one in (await admin.replicas())[0].replicas}[other] == "master"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_failover_is_set_paused_and_shown_and_each_switch_is_in_the_history(ha: Metamq, pair: Pair) -> None:
+    (before,) = ha("failover", "-o", "json").json
+    assert (before["mode"], before["successor"], before["no_successor"]) == ("manual", None, "failover is manual")
+    (auto,) = ha("failover", "--broker", 0, "auto", "--preferred", 1, "-o", "json").json
+    assert (auto["mode"], auto["paused"], auto["preferred"], auto["no_successor"]) == ("auto", False, 1, "")
+    assert auto["successor"] is not None
+    assert "paused" in ha("pause").text
+    assert ha("failover", "-o", "json").json[0]["no_successor"] == "failover is paused"
+    assert "auto" in ha("resume").text
+    refused = ha("failover", "--preferred", 1)
+    assert (refused.status, "--preferred needs --broker" in refused.talk) == (2, True)
+
+    with pair[0].admin() as admin:
+        master = next(one.replica for one in admin.replicas()[0].replicas if one.role == "master")
+    listed = len(ha("history", "-o", "json").json)
+    assert ha("promote", "--broker", 0, "--slave", 1 - master, "--yes").status == 0
+    wait_until(lambda: len(ha("history", "-o", "json").json) > listed, what="the switch in the history")
+    last = ha("history", "--broker", 0, "-o", "json").json[-1]
+    assert (last["was"], last["now"], last["cause"]) == (master, 1 - master, "an operator's command")
+    assert "an operator's command" in ha("history").text
+    ha("failover", "--broker", 0, "manual", "--preferred", -1)

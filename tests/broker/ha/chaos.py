@@ -146,7 +146,7 @@ class Chaos:
     """Does something bad, again and again, and makes good what must be for the cluster to go on."""
 
     def __init__(self, group: NetworkedGroup, seed: int, *, is_auto: bool = False) -> None:
-        """`is_auto`: nobody promotes, but after ZooKeeper was taken back, or for a damaged master."""
+        """`is_auto`: chaos promotes only after ZooKeeper was taken back, and for a damaged master."""
         self.group = group
         self._is_auto = is_auto
         self._said = {**SAID, **SAID_IF_AUTO} if is_auto else SAID

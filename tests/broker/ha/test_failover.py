@@ -1,9 +1,8 @@
-"""Nobody promotes: an in-sync slave takes over by itself, without a loss, or nobody does."""
+"""Automatic failover with real brokers: an in-sync slave takes over without a loss, or no slave takes over."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -150,13 +149,12 @@ def test_of_two_slaves_the_preferred_one_takes_over(group: Group) -> None:
 def test_the_mode_has_errors_that_name_the_next_step(group: Group) -> None:
     with group.cluster.admin() as admin:
         assert admin.failover(0).mode == "auto"
-        for wrong, says in (
-            ({"mode": "automatic"}, "failover cannot be 'automatic'"),
-            ({"preferred": 16}, "there is no replica 16"),
-        ):
-            with pytest.raises(ConfigError, match=says) as raised:
-                admin.set_failover(0, **wrong)  # type: ignore[arg-type]
-            assert raised.value.hint
+        with pytest.raises(ConfigError, match="failover cannot be 'automatic'") as raised:
+            admin.set_failover(0, mode="automatic")
+        assert raised.value.hint
+        with pytest.raises(ConfigError, match="there is no replica 16") as raised:
+            admin.set_failover(0, preferred=16)
+        assert raised.value.hint
         with pytest.raises(ConfigError, match="there is no broker 7"):
             admin.failover(7)
 
@@ -170,9 +168,8 @@ def test_both_in_sync_and_both_down_come_back_in_either_order(group: Group) -> N
     for first, second in ((0, 1), (1, 0), (0, 1)):
         for replica in group.replicas:
             replica.kill()
-        group.replicas[first].start(wait=False)
-        time.sleep(0.5)  # the other order is tried when the first one is already looking
-        group.replicas[second].start(wait=False)
+        group.replicas[first].start()
+        group.replicas[second].start()
         wait_until(lambda: has_both(group), what="a master, and both in sync")
     assert group.read(topic) == [b"stays"]
 
