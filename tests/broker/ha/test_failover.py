@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConfigError, ConnectError, Fenced
+from metamq.wire.commands import Command, Promote
 from metamq.zk.cluster.failover import Switch
 from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group
 from tests.parts import SLOW_S, wait_until
@@ -191,3 +194,21 @@ def test_an_operators_promotion_is_in_the_history(group: Group) -> None:
     with pytest.raises(Fenced):
         group.promote_once(1)
     assert len(switches(group)) == 1
+
+
+def test_a_late_request_of_a_former_master_that_stopped_is_refused(group: Group) -> None:
+    group.add_slave()
+    group.wait_insync(0, 1)
+    before = group.state()
+
+    async def ask() -> None:
+        connection = await BrokerConnection.open("127.0.0.1", group.replicas[1].port, timeout_s=SLOW_S)
+        try:
+            late = Promote(False, "replica 0 stops", master_stops=True, epoch=before.epoch + 16)
+            await connection.request(Command.PROMOTE, late, timeout_s=SLOW_S)
+        finally:
+            await connection.close()
+
+    with pytest.raises(Fenced, match=f"epoch {before.epoch} has begun meanwhile"):
+        asyncio.run(ask())
+    assert (group.state().epoch, group.state().master) == (before.epoch, 0)
