@@ -74,6 +74,8 @@ class BrokerConfig:
     """A connection without any request is closed after this time; 0 keeps it."""
     unread_timeout_s: float = 300.0
     """A connection that does not read its answers is closed after this time, or earlier if their memory is short."""
+    search_timeout_s: float = 2.0
+    """The broker's time for one request that looks up offsets by time. Other requests are served meanwhile."""
     answer_memory_bytes: int = 256 * MEBIBYTE
     """Memory for unread answers of all connections. When it is used up, readers get one batch at a time."""
     request_memory_bytes: int = 256 * MEBIBYTE
@@ -104,10 +106,11 @@ class BrokerConfig:
             "connections_per_address_max": (0, 1 << 20),
             "idle_timeout_s": (0, 86_400),
             "unread_timeout_s": (1, 86_400),
+            "search_timeout_s": (0.01, 3600),
             "answer_memory_bytes": (MEBIBYTE, 1 << 50),
             "request_memory_bytes": (FRAME_BYTES_MAX, 1 << 50),
         }
-        real = "retention_check_s scrub_every_s drain_timeout_s idle_timeout_s unread_timeout_s"
+        real = "retention_check_s scrub_every_s drain_timeout_s idle_timeout_s unread_timeout_s search_timeout_s"
         check_ranges("broker", self, limits, real=real)
         if self.failover:
             check_mode(self.failover)

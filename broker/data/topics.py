@@ -63,6 +63,7 @@ def log_config(config: TopicConfig, archive_folder: Path) -> LogConfig:
     )
 
 
+NONE: Mapping[str, MetamqError] = {}
 THREADS = 3
 """Number of threads: one may remove a topic for long, and one the files of an emptied log."""
 RETRY_S = 1.0
@@ -95,7 +96,7 @@ class Topics:
         self.opened: Callable[[Partition], None] = lambda partition: None
         """Called with each partition that was opened."""
         self.closing: Callable[[Partition], None] = lambda partition: None
-        """Called with each partition of a deleted topic, before it is closed."""
+        """Called with each partition that ZooKeeper does not list any more, before it is closed."""
         self.flush_changed: Callable[[Partition], None] = lambda partition: None
         """Called with each partition whose topic starts or stops flushing before it acknowledges."""
         self.damaged: Callable[[], None] = lambda: None
@@ -215,17 +216,28 @@ class Topics:
         if folder.exists() and not is_half_made(folder):
             set_aside(folder, name, self._files, now_us=time.time_ns() // 1000)
 
-    async def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:
+    async def apply(
+        self,
+        configs: Mapping[str, TopicConfig],
+        unreadable: Mapping[str, MetamqError],
+        kept: Mapping[str, MetamqError] = NONE,
+    ) -> None:
         """Makes the open logs match the configuration: opens, enlarges, reconfigures; removes, a little later.
 
-        A topic whose configuration is `unreadable` stays unchanged, on the disk too. A damaged log stops only its own
-        partition, and is logged. A configuration that is unusable, or needs more space than the disk has, affects only
-        its own topic. Raises StorageError if the disk fails.
+        A topic whose configuration is `unreadable` stays unchanged, on the disk too. The topics to keep, which
+        ZooKeeper has forgotten, are closed: no replica serves them, whether it has restarted or not. A damaged log
+        stops only its own partition, and is logged. A configuration that is unusable, or needs more space than the disk
+        has, affects only its own topic. Raises StorageError if the disk fails.
         """
         async with self._changing:
-            await self._apply(configs, dict(unreadable))
+            for topic in kept.keys() & self._configs.keys():
+                del self._configs[topic]
+                self._close(topic)
+            await self._apply(configs, {**unreadable, **kept}, kept)
 
-    async def _apply(self, configs: Mapping[str, TopicConfig], unreadable: dict[str, MetamqError]) -> None:
+    async def _apply(
+        self, configs: Mapping[str, TopicConfig], unreadable: dict[str, MetamqError], kept: Mapping[str, MetamqError]
+    ) -> None:
         for topic, old in list(self._configs.items()):
             if topic not in unreadable and (topic not in configs or configs[topic].id != old.id):
                 self._remove(topic)
@@ -237,7 +249,8 @@ class Topics:
                     unreadable[topic] = error
         for topic, problem in unreadable.items():
             if str(self._unreadable.get(topic)) != str(problem):
-                log.error("topic %s stays unchanged: %s", topic, problem)
+                state = "is not served, and keeps its folder" if topic in kept else "stays unchanged"
+                log.error("topic %s %s: %s", topic, state, problem)
         self._unreadable = unreadable
         wanted = {(config.topic, config.id) for config in self._configs.values()}
         wanted |= {(folder.topic, folder.topic_id) for folder in self._folder.topics() if folder.topic in unreadable}
@@ -260,6 +273,7 @@ class Topics:
         missing = [index for index in range(wanted) if index not in indexed and (topic, index) not in self._broken]
         await self._open(topic, config, missing)
         self._configs[topic] = config
+        self._close(topic, wanted)
 
     async def _open(self, topic: str, config: TopicConfig, indexes: list[int], *, makes_missing: bool = False) -> None:
         """Opens logs, and makes those that this folder never had; with `makes_missing`, also those that it lost."""
@@ -348,10 +362,18 @@ class Topics:
         log.info("topic %s (id %s) was deleted: its data will be removed", topic, topic_id)
         self._removed.add((topic, topic_id))
         del self._configs[topic]
-        self._broken = {place: error for place, error in self._broken.items() if place[0] != topic}
-        for partition in self.open.pop(topic).values():
+        self._close(topic, clean=False)
+
+    def _close(self, topic: str, first: int = 0, *, clean: bool = True) -> None:
+        """Closes the partitions of a topic, from the index `first` on. Raises StorageError."""
+        self._broken = {place: error for place, error in self._broken.items() if place[0] != topic or place[1] < first}
+        indexed = self.open[topic]
+        for index in [index for index in indexed if index >= first]:
+            partition = indexed.pop(index)
             self.closing(partition)
-            partition.close(TopicNotFound(topic), clean=False)
+            self._was_closed(partition, TopicNotFound(topic), clean=clean)
+        if not first:
+            del self.open[topic]
 
     def close(self, error: MetamqError, *, clean: bool = True) -> bool:
         """Closes every log and waits for a running removal. After a clean close the next start scans nothing.
@@ -360,13 +382,18 @@ class Topics:
         """
         all_clean = clean
         for partition in self.partitions():
-            if partition.closed_by is not None:
-                all_clean = False
-                continue
-            try:
-                partition.close(error, clean=clean)
-            except SHORTAGES as failure:  # the next start recovers it
-                log.warning("%s was not closed cleanly: %s", partition.name, failure)
-                all_clean = False
+            all_clean &= self._was_closed(partition, error, clean=clean)
         self._executor.shutdown(wait=True)
         return all_clean
+
+    @staticmethod
+    def _was_closed(partition: Partition, error: MetamqError, *, clean: bool) -> bool:
+        """Closes a partition; returns False if damage has closed it before, or if its next open must recover it."""
+        if partition.closed_by is not None:
+            return False
+        try:
+            partition.close(error, clean=clean)
+        except SHORTAGES as failure:
+            log.warning("%s was not closed cleanly: %s", partition.name, failure)
+            return False
+        return clean

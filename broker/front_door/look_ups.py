@@ -1,8 +1,9 @@
 """Carries out OFFSETS: the ends of partitions, and the first message at or after a time.
 
 The log's files are searched for the time. The cost depends on the data of producers. So the search runs in slices
-(metamq.broker.front_door.slices), and one request has SEARCH_S_MAX of the loop's time for all its searches. A search
-that is not finished by then ends with a Timeout. The log remembers its progress: the same request continues from there.
+(metamq.broker.front_door.slices), and one request has `search_timeout_s` of the loop's time for all its searches. A
+search that is not finished by then ends with a Timeout. The log remembers its progress: the same request continues from
+there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ log = logging.getLogger("metamq.broker")
 
 EPOCHS_MAX = 16
 """Epochs of one partition in an answer."""
-SEARCH_S_MAX = 2.0
 
 
 @dataclass(eq=False)
@@ -41,6 +41,7 @@ class LookUps:
     report: Callable[[Partition, int], None]
     """Called with each batch that came damaged to a reader or a slave, and with its offset."""
     slices: Slices
+    search_timeout_s: float
 
     def offsets(self, request: Request, connection: BrokerProtocol) -> None:
         """Answers the request, now or later. Raises ProtocolError."""
@@ -77,7 +78,7 @@ class LookUps:
             log_ = partition.log
             found = None
             if entry.timestamp_us not in (EARLIEST, LATEST):
-                found = yield from _within_limit(partition.offset_at_time(entry.timestamp_us), work)
+                found = yield from self._within_limit(partition.offset_at_time(entry.timestamp_us), work)
             start, end, epochs = log_.start_offset, log_.stable_offset, log_.epochs()
             offset, timestamp_us = found or (start if entry.timestamp_us == EARLIEST else end, -1)
             following = epochs.after(entry.offset, end)[:EPOCHS_MAX] if entry.offset >= 0 else []
@@ -87,16 +88,15 @@ class LookUps:
             number, fields = status.encode_error(error)
             return OffsetsResult(number, -1, -1, -1, -1, 0, fields, [])
 
-
-def _within_limit(search: Search, work: SlicedWork) -> Search:
-    """Runs the search while the request has time left. Raises Timeout, and as the search."""
-    while True:
-        try:
-            next(search)
-        except StopIteration as end:
-            found: tuple[int, int] | None = end.value
-            return found
-        if work.used_s > SEARCH_S_MAX:
-            hint = "Ask again: the search continues where it was. Ask for fewer partitions at once."
-            raise Timeout("the search for a time", SEARCH_S_MAX, hint=hint)
-        yield
+    def _within_limit(self, search: Search, work: SlicedWork) -> Search:
+        """Runs the search while the request has time left. Raises Timeout, and as the search."""
+        while True:
+            try:
+                next(search)
+            except StopIteration as end:
+                found: tuple[int, int] | None = end.value
+                return found
+            if work.used_s > self.search_timeout_s:
+                hint = "Ask again: the search continues where it was. Or raise `search_timeout_s` of the broker."
+                raise Timeout("the search for a time", self.search_timeout_s, hint=hint)
+            yield

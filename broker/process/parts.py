@@ -89,7 +89,7 @@ def make_parts(
     table: dict[int, Processor] = {
         Command.PUT: PutProcessor(appends, flusher, failed).put,
         Command.GET: lambda request, connection: connection.fetches.get(request),
-        Command.OFFSETS: LookUps(topics, read_role, scrubber.report, slices).offsets,
+        Command.OFFSETS: LookUps(topics, read_role, scrubber.report, slices, config.search_timeout_s).offsets,
         Command.STATS: stats.stats,
         Command.SYNC: replicas.join,
         Command.PROMOTE: replicas.promote,

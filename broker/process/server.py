@@ -338,12 +338,11 @@ class Broker:
         if self._session.generation != generation:
             raise ConnectionLost("the list of topics", "the session ended meanwhile")
         kept = kept_topics(self.config.id, self._folder, configs, Listing(names, version))
-        unreadable |= kept
         own = {topic: found for topic, found in configs.items() if found.partitions.get(self.config.id)}
-        served = {topic: found for topic, found in own.items() if topic not in unreadable}
+        served = {topic: found for topic, found in own.items() if topic not in unreadable | kept}
         served[JOURNAL] = journal_config(self.config.id, self.config.transactions_min_insync)
         self._topics.listed = version
-        await self._topics.apply(served, unreadable)
+        await self._topics.apply(served, unreadable, kept)
         self._note_unlisted(kept, served)
         if self._topics.get(JOURNAL, 0) is None and (full := self._topics.without_room()) is not None:
             raise full.with_traceback(None)

@@ -75,6 +75,8 @@ _SETTINGS = (
      "Close a connection that sends no request for this time; 0 keeps it.  [10m]"),
     ("--unread-timeout", "unread_timeout_s", SECONDS,
      "Close a connection that leaves answers unread for this time.  [5m]"),
+    ("--search-timeout", "search_timeout_s", SECONDS,
+     "The broker's time for a request that looks up offsets by time.  [2s]"),
     ("--answer-memory", "answer_memory_bytes", SIZE, "Memory for unread answers, over all connections.  [256MiB]"),
     ("--request-memory", "request_memory_bytes", SIZE,
      "Memory for requests in progress, over all connections.  [256MiB]"),

@@ -31,6 +31,7 @@ from metamq.spark_consumers.sink.decisions import (
 )
 from metamq.testing import Cluster, cluster
 from metamq.zk.errors import BadVersion, ConnectionLost
+from metamq.zk.nodes import ANY_VERSION
 from tests.parts import wait_until
 from tests.spark.drivers import (
     Attempts,
@@ -122,6 +123,23 @@ def test_s1_8_b_a_driver_that_was_paused_is_told_and_nothing_doubles(two: Cluste
     with pytest.raises(NotOurs, match="taken over"):
         paused.write(1, texts(5, 10, "late "))  # its tasks, in workers that have not asked before
     check(two, topic, sink, texts(0, last + 1))
+
+
+def test_a_zookeeper_of_yesterday_has_no_decisions_of_today_and_the_next_batch_is_written_once(
+    two: Cluster, topic: str, sink: str
+) -> None:
+    driver = Driver(two, topic, sink)
+    driver.commit(0, driver.write(0, ["0"]))
+    session, run = driver.client.cluster.session, driver.client.background.run
+    yesterday = run(session.get(session.paths.sink(sink))).data
+    for batch_id in (1, 2):
+        driver.commit(batch_id, driver.write(batch_id, [f"{batch_id}"]))
+        run(session.delete(session.paths.sink_decision(sink, batch_id), ANY_VERSION))
+    run(session.set(session.paths.sink(sink), yesterday, ANY_VERSION))
+    driver.commit(3, driver.write(3, ["3"]))
+    restarted = Driver(two, topic, sink)
+    restarted.commit(4, restarted.write(4, ["4"]))
+    check(two, topic, sink, texts(0, 5))
 
 
 def test_a_checkpoint_from_a_backup_is_an_error(two: Cluster, topic: str, sink: str) -> None:

@@ -1,4 +1,4 @@
-"""Transactions over two brokers while clients and brokers are killed at random: each is whole, or is not there."""
+"""Transactions over two brokers while clients, brokers and ZooKeeper are killed: each is whole, or is not there."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.tx.conftest import Shop
+from metamq.testing import cluster
+from tests.tx.conftest import Shop
 
 ROUNDS = 8
 CLIENT = """
@@ -39,6 +38,14 @@ with Producer(zookeeper, batch_bytes=200) as producer:
 """
 
 
+@pytest.fixture
+def shop() -> Iterator[Shop]:
+    with cluster(brokers=2, branch_grace_ms=700) as running:
+        made = Shop(running)
+        yield made
+        made.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_clients_and_brokers_killed_at_random(
@@ -49,6 +56,8 @@ def test_clients_and_brokers_killed_at_random(
     dice, topic = random.Random(seed), shop.topic()
     told: Counter[str] = Counter()
     outcomes: dict[bytes, str] = {}
+    victims = [None, *shop.cluster.brokers, shop.cluster.zookeeper_server] * (ROUNDS // 4)
+    dice.shuffle(victims)
     for number in range(ROUNDS):
         output = tmp_path / f"{number}.out"
         with output.open("wb") as file:
@@ -59,15 +68,15 @@ def test_clients_and_brokers_killed_at_random(
             assert time.monotonic() < deadline
             assert client.poll() is None
             time.sleep(0.02)
-        broker = dice.choice([None, *shop.cluster.brokers])
+        server = victims[number]
         time.sleep(dice.random() * 0.5)  # somewhere in its work
-        if broker is not None:
-            broker.kill()
+        if server is not None:
+            server.kill()
             time.sleep(dice.random() * 0.5)
         client.kill()
         client.wait()
-        if broker is not None:
-            broker.start()
+        if server is not None:
+            server.restart()
         for line in output.read_text().splitlines():
             what, _space, body = line.partition(" ")
             told[what] += 1

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 
-from metamq.broker.front_door import look_ups
 from metamq.broker.front_door.slices import SLICE_S, SlicedWork, Slices
 from metamq.errors import ProtocolError, Timeout
 from metamq.testing import Cluster
@@ -37,8 +36,9 @@ def running() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def local(running: Cluster, tmp_path: Path) -> Iterator[LocalBroker]:
-    with LocalBroker(running.zookeeper, tmp_path / "b", id=next(IDS)) as broker:
+def local(running: Cluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LocalBroker]:
+    settings = getattr(request, "param", {})
+    with LocalBroker(running.zookeeper, tmp_path / "b", id=next(IDS), **settings) as broker:
         yield broker
 
 
@@ -61,11 +61,11 @@ def results(answer: Any) -> list[OffsetsResult]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("local", [{"search_timeout_s": 60}], indirect=True)
 def test_others_are_served_while_times_are_looked_up(
-    running: Cluster, local: LocalBroker, connect_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    running: Cluster, local: LocalBroker, connect_to: Callable[..., Any]
 ) -> None:
     """A client that asks for one thing after another is answered many times before the look-up is done."""
-    monkeypatch.setattr(look_ups, "SEARCH_S_MAX", 60)
     asking, other = connect_to(local.port), connect_to(local.port)
     entries = filled(running, local, asking)
     plain = [entries[0]._replace(timestamp_us=LATEST)]
@@ -88,10 +88,10 @@ def test_others_are_served_while_times_are_looked_up(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("local", [{"search_timeout_s": 0.4}], indirect=True)
 def test_a_request_has_so_much_time_and_who_asks_again_goes_on(
-    running: Cluster, local: LocalBroker, connect_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    running: Cluster, local: LocalBroker, connect_to: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(look_ups, "SEARCH_S_MAX", 0.4)
     client = connect_to(local.port)
     entries = filled(running, local, client)
     deadline = time.monotonic() + SLOW_S
@@ -217,6 +217,7 @@ def test_a_fault_of_one_request_does_not_keep_the_others_waiting() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("local", [{"search_timeout_s": 60}], indirect=True)
 def test_others_are_served_while_large_headers_are_unpacked(local: LocalBroker, connect_to: Callable[..., Any]) -> None:
     """Each takes a large part of a second: the loop does other work after each."""
     several = 20

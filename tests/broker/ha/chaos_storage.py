@@ -11,7 +11,7 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,6 +29,9 @@ TAKEN_BACK = "ZooKeeper taken back to a copy"
 WAITED = "ZooKeeper taken back, a replica chosen by the plan"
 SCRUB = {"scrub_every_s": 2.0, "scrub_bytes_per_s": 64 * 1024 * 1024}
 """So a flipped bit is found within a run."""
+LISTED = "chaos*/[0-9]"
+"""Folders of partitions that ZooKeeper lists, so that they are copied again."""
+LATER = b"made after the copy"
 CALM_S = 30.0
 FOUND_S = 120.0
 
@@ -109,6 +112,8 @@ class StorageFaults:
         self.zookeeper_goes_back: list[Callable[[], None]] = []
         self.accepted = 0
         """Promotions after which the generation is one more: a person picked a replica that lacks nothing."""
+        self.later: dict[str, set[int]] = {}
+        """The topics that ZooKeeper's copies lack, and the replicas that have acknowledged their message."""
         self._known_epoch = 0
         """The last one before ZooKeeper was taken back."""
         self._chaos = chaos
@@ -155,7 +160,7 @@ class StorageFaults:
     def remove_partition(self) -> None:
         data = self._stop_slave()
         if data is not None:
-            shutil.rmtree(self._random.choice(sorted((data / "topics").glob("[!~]*/[0-9]"))))
+            shutil.rmtree(self._random.choice(sorted((data / "topics").glob(LISTED))))
             self._chaos.done[REMOVED] += 1
             self._group.start_again(self._number)
 
@@ -164,7 +169,7 @@ class StorageFaults:
         data = self._stop_slave()
         if data is None:
             return
-        paths = [path for path in sorted((data / "topics").glob("[!~]*/[0-9]/*.log")) if path.stat().st_size > 1]
+        paths = [path for path in sorted((data / "topics").glob(f"{LISTED}/*.log")) if path.stat().st_size > 1]
         if paths:
             path = self._random.choice(paths)
             at, bit = self._random.randrange(path.stat().st_size // 2), 1 << self._random.randrange(8)
@@ -189,11 +194,12 @@ class StorageFaults:
     # -- ZooKeeper ----------------------------------------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """To a copy of a moment before, in which there was a promotion, a slave left the set, or only messages came."""
+        """To a copy from before a new topic, and from before a promotion or a slave that left the set, or neither."""
         master = self._calm_master()
         if master is None:
             return
         copy = Copy(self._group)
+        self._make_topic(master)
         self._random.choice([self._promote, self._leave_set, lambda: None])()
         last = self._chaos.master()
         with contextlib.suppress(AssertionError):
@@ -213,6 +219,27 @@ class StorageFaults:
                 self._group.replicas[number].wait_ready()
         with contextlib.suppress(AssertionError, MetamqError, KeyError):
             wait_until(self.waits_or_serves, FOUND_S, "the replicas wait, or serve")
+
+    def _make_topic(self, master: int) -> None:
+        """With a message. Nobody brings it back: it stays where it is."""
+        name = f"later-{len(self.later)}"
+        with contextlib.suppress(MetamqError, KeyError):
+            self._group.cluster.create_topic(name, partitions=1, replication="sync")
+            with self._group.cluster.producer() as producer:
+                producer.send(name, LATER).result(CALM_S)
+            self.later[name] = set(self._group.replication(master)["insync"])
+
+    def lost_topics(self) -> list[str]:
+        """Where a message of a topic that was made after a copy is missing."""
+        return [
+            f"{name} at replica {number}"
+            for name, numbers in self.later.items()
+            for number in numbers
+            if not any(LATER in log.read_bytes() for log in self._logs(number, name))
+        ]
+
+    def _logs(self, number: int, topic: str) -> Iterator[Path]:
+        return self._group.replicas[number].data.glob(f"topics/{topic}@*/0/*.log")
 
     def _promote(self) -> None:
         self._chaos.promote_any()

@@ -69,6 +69,7 @@ def survive(group: NetworkedGroup, report: Report, rounds: Sequence[Round], *, i
     for load in loads:
         assert load.found(logs[load.topic]) == []
         assert load.all_acknowledged > ENOUGH
+    assert chaos.storage.lost_topics() == []
     group.wait_equal(*range(REPLICAS))
     return Outcome(chaos, losses)
 

@@ -116,12 +116,12 @@ class Group:
         Nothing is under way then: so readers see the same at all of them, and slaves that are linked offer it.
         """
         wait_until(lambda: len({tuple(sorted(self.ends(n).items())) for n in numbers}) == 1, what="the same ends")
-        logs = [log_bytes(self.replicas[number].data) for number in numbers]
-        assert logs[0]
-        assert all(log == logs[0] for log in logs[1:])
         first = numbers[0]
-        wait_until(lambda: all(self.stable(n) == self.stable(first) for n in numbers), what="the same stable marks")
         topics = {topic for topic, _partition in self.ends(first)}
+        served = [served_bytes(self.replicas[number].data, topics) for number in numbers]
+        assert served[0]
+        assert all(logs == served[0] for logs in served[1:])
+        wait_until(lambda: all(self.stable(n) == self.stable(first) for n in numbers), what="the same stable marks")
         for slave in (n for n in numbers if self.replication(n).get("link") == "transfer"):
             wait_until(partial(self.offers, slave, topics), what=f"replica {slave} offering {topics}")
 
@@ -142,6 +142,11 @@ class Group:
     def read(self, topic: str) -> list[bytes]:
         with self.cluster.consumer(topics=[topic], idle_timeout_s=0.5) as consumer:
             return values_to_end(consumer)
+
+
+def served_bytes(data: Path, topics: set[str]) -> dict[str, bytes]:
+    """As log_bytes(), of these topics."""
+    return {place: log for place, log in log_bytes(data).items() if place.split("/")[1].split("@")[0] in topics}
 
 
 def log_bytes(data: Path) -> dict[str, bytes]:

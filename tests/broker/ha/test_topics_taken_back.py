@@ -59,7 +59,7 @@ def put_back(group: Group, copy: Copy, *, is_down: bool) -> None:
 
 
 def wait_told(broker: BrokerProcess, topic: str) -> None:
-    said = f"topic {topic} stays unchanged: ZooKeeper does not list topic '{topic}' with id "
+    said = f"topic {topic} is not served, and keeps its folder: ZooKeeper does not list topic '{topic}' with id "
     wait_until(lambda: said in broker.log_path.read_text(), what=f"{topic} told")
     assert broker.running
 
@@ -114,7 +114,7 @@ def test_partitions_at_a_broker_that_had_none_are_kept(group: Group, is_down: bo
         admin.alter("yesterday", partitions=2, brokers=[0, 1])
     topic_id = fill(group, "yesterday", "1-0")
     put_back(group, copy, is_down=is_down)
-    said = "topic yesterday stays unchanged: ZooKeeper lists no partitions of topic 'yesterday' at broker 1"
+    said = "topic yesterday is not served, and keeps its folder: ZooKeeper lists no partitions"
     wait_until(lambda: said in other.log_path.read_text(), what="the partitions told")
     assert (other.data / "topics" / f"yesterday@{topic_id}").is_dir()
     with group.cluster.admin() as admin:
@@ -154,3 +154,30 @@ def test_a_topic_that_was_deleted_after_zookeeper_came_back_is_removed(group: Gr
         admin.delete("yesterday")
     wait_until(lambda: not list(topics.glob("yesterday@*")), what="its folder gone")
     assert list(topics.glob("today@*"))
+
+
+@pytest.mark.parametrize("today", ["a topic", "a partition"])
+def test_a_slave_that_restarts_comes_into_sync_with_a_master_that_did_not(group: Group, today: str) -> None:
+    """Neither serves what ZooKeeper does not list: so the slave lacks nothing that the master serves."""
+    group.cluster.create_topic("yesterday", 1)
+    group.add_slave()
+    group.wait_insync(0, 1)
+    copy = Copy(group)
+    if today == "a topic":
+        made(group)
+    else:
+        with group.cluster.admin() as admin:
+            admin.alter("yesterday", partitions=2)
+        fill(group, "yesterday", "0-1")
+    group.wait_insync(0, 1)
+    copy.put_back()
+    master, slave = group.replicas
+    wait_until(lambda: group.ends(0).keys() == {("yesterday", 0)}, what="only what is listed at the master")
+    slave.kill()
+    wait_until(lambda: group.replication(0).get("insync") == [0], what="the slave out of the set")
+    slave.start()
+    group.wait_insync(0, 1)
+    with group.cluster.producer() as producer:
+        producer.send("yesterday", b"more", partition="0-0").result(60)
+    group.wait_equal(0, 1)
+    assert master.running
