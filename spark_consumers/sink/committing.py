@@ -106,7 +106,7 @@ class Committer:
         Raises CommitUnfinished for a batch write that was decided: it has not failed.
         """
         try:
-            standing = await self._patiently(lambda: self.store.fence(self._sink, self._owner, batch_id))
+            standing = await self._patiently(lambda: self.store.fence(self._sink, self._owner, batch_id, attempts))
         except NotOurs:
             standing = None
         if standing is None:

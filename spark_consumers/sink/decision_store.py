@@ -7,6 +7,7 @@ a request that is still running then finds another version, and fails.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,15 +97,18 @@ class DecisionStore:
                 continue
             return decision
 
-    async def fence(self, sink: str, owner: SinkOwner, batch_id: int) -> Decision | None:
-        """Returns the decision about a batch; None: there is none, and no running request can make one.
+    async def fence(self, sink: str, owner: SinkOwner, batch_id: int, attempts: Iterable[str]) -> Decision | None:
+        """Returns the decision about a batch; None: there is none, and nobody can make one with these attempts, also
+        not a commit that still runs.
 
         Raises NotOurs.
         """
+        aborted = min(attempts, default="")
         while True:
             known = await self._checked(sink, owner.identity)
             standing = await self.decision(sink, batch_id)
-            if standing is not None or await self._written(sink, known.state, known.version):
+            fenced = replace(known.state, aborted=aborted or known.state.aborted)
+            if standing is not None or await self._written(sink, fenced, known.version):
                 return standing
 
     async def _written(self, sink: str, state: SinkState, version: int) -> bool:

@@ -137,11 +137,13 @@ class SinkState:
     """The query's runs, one for each start, in the order in which they began to write; the last one decides."""
     finished: bool = False
     """True if a batch write's decision is carried out."""
+    aborted: str = ""
+    """One of the attempts that the last abort rolled back: no decision may have it."""
 
     def to_json(self) -> bytes:
         """Returns the node's data."""
         fields = {"query": self.identity, "floor": self.floor, "runs": self.runs, "finished": self.finished}
-        return json.dumps(fields).encode()
+        return json.dumps({**fields, "aborted": self.aborted}).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> SinkState:
@@ -149,7 +151,8 @@ class SinkState:
 
         def read(fields: dict[str, Any]) -> SinkState:
             runs = tuple(str(run) for run in fields.get("runs", ()))
-            return cls(str(fields["query"]), int(fields["floor"]), runs, bool(fields.get("finished", False)))
+            finished, aborted = bool(fields.get("finished", False)), str(fields.get("aborted", ""))
+            return cls(str(fields["query"]), int(fields["floor"]), runs, finished, aborted)
 
         return read_document("the node of a Spark sink in ZooKeeper", data, read)
 
@@ -181,6 +184,11 @@ def check_batch(
         return  # this driver's own decision, whose answer was lost
     if run and state.runs and state.runs[-1] != run:
         raise taken_over(sink, state.runs[-1])
+    if state.aborted and decision.has(state.aborted):
+        raise NotOurs(
+            f"batch {batch_id} of the sink {sink} was aborted, and its rows were rolled back: it cannot be committed",
+            hint="Start the query again: the batch runs again.",
+        )
     if batch_id < state.floor:
         raise NotOurs(
             f"batch {batch_id} of the sink {sink} runs again, but batch {state.floor} is decided: the checkpoint is "

@@ -278,7 +278,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 with metamq.Producer(zookeeper, linger_ms=60_000) as producer:
     producer.send(topic, b"x", b"k")
     print("ready")
-    time.sleep(300)
+    while True:
+        time.sleep(0.1)  # one sleep misses a signal that comes just before it
 """,
     ) as process:
         assert process.stdout is not None

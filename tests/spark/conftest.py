@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import pytest
 
 from metamq.testing import Cluster, cluster
 from metamq.zk.server.ports import free_port
+from tests.spark.drivers import next_name
 
 if TYPE_CHECKING:
     from tests.spark.standalone import Standalone
@@ -37,7 +37,6 @@ WITHOUT_SPARK = {
 """They run wherever pyarrow is, with the others."""
 if importlib.util.find_spec("pyspark") is None:
     collect_ignore = [file.name for file in HERE.glob("test_*.py") if file.name not in WITHOUT_SPARK]
-_numbers = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,7 +81,7 @@ def own(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture
 def sink() -> str:
     """The name of a sink that no test used."""
-    return f"sink-{next(_numbers)}"
+    return next_name("sink")
 
 
 @pytest.fixture(scope="session")
@@ -131,7 +130,7 @@ def topic(running: Cluster) -> str:
 
 def new_topic(running: Cluster, partitions: int = 2, **settings: Any) -> str:
     """Creates a topic that no test used."""
-    name = f"topic-{next(_numbers)}"
+    name = next_name("topic")
     running.create_topic(name, partitions=partitions, **settings)
     return name
 

@@ -67,7 +67,7 @@ def test_what_is_decided_survives_its_json() -> None:
     ):
         with pytest.raises(CorruptData):
             Decision.from_json(damaged)
-    for state in (SinkState(QUERY, 17), SinkState(QUERY, 17, ("run-1", "run-2"), finished=True)):
+    for state in (SinkState(QUERY, 17), SinkState(QUERY, 17, ("run-1", "run-2"), finished=True, aborted="0.0.a")):
         assert SinkState.from_json(state.to_json()) == state
 
 

@@ -202,6 +202,28 @@ def test_what_is_under_way_when_a_batch_is_aborted_decides_nothing_any_more(
     check(two, topic, sink, [])
 
 
+def test_a_commit_that_still_runs_when_its_batch_is_aborted_decides_nothing(
+    two: Cluster, topic: str, sink: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request is refused, and it reads the sink's node again."""
+    driver = Driver(two, topic, sink)
+    attempts = driver.write(0, texts(0, 9))
+    session = driver.client.cluster.session
+    multi = session.multi
+
+    async def late(operations: Any) -> Any:
+        monkeypatch.undo()
+        await driver.committer().abort(0, attempts)
+        return await multi(operations)
+
+    monkeypatch.setattr(session, "multi", late)
+    with pytest.raises(NotOurs, match=r"batch 0 .* was aborted, and its rows were rolled back"):
+        driver.commit(0, attempts)
+    check(two, topic, sink, [])
+    driver.commit(0, driver.write(0, texts(0, 9)))
+    check(two, topic, sink, texts(0, 9))
+
+
 def test_a_decision_whose_answer_is_lost_is_found(
     two: Cluster, topic: str, sink: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -33,8 +34,8 @@ class Paused(NamedTuple):
 
 
 def test_each_row_is_there_once_whatever_becomes_of_the_drivers(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
+    seed = int(os.environ.get("METAMQ_SEED", random.randrange(1 << 32)))
+    print(f"METAMQ_SEED={seed}")
     chance = random.Random(seed)
     topic, sink = next_name("lives"), next_name("sink")
     two.create_topic(topic, partitions=4)
