@@ -25,7 +25,8 @@ from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.batch import walk
 from metamq.wire.columns import decode
-from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
+from metamq.wire.commands import Command, Get, GetPartition, GetResult
+from metamq.wire.headers import unpack_list
 from metamq.zk.session.session import Session
 
 if TYPE_CHECKING:

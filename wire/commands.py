@@ -1,23 +1,16 @@
 """The commands and the headers of their requests and responses.
 
 Headers are msgpack arrays in the order of the fields here. A receiver ignores additional fields, so that a field can be
-added at the end. An added field has a default, for peers that do not send it. Each list declares its maximum length,
-and `unpack` checks this first. It raises ProtocolError if a header is not as declared. docs/wire-protocol.md has the
-tables and the bytes.
+added at the end. An added field has a default, for peers that do not send it. Each list declares its maximum length.
+metamq.wire.headers unpacks headers, and checks them. docs/wire-protocol.md has the tables and the bytes.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
-import reprlib
-from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple
 
-from metamq.errors import ProtocolError
 from metamq.wire.limits import FOLLOWERS_MAX, REQUEST_ENTRIES_MAX, VERBS_MAX, AtMost
-
-T = TypeVar("T")
 
 
 class Command(enum.IntEnum):
@@ -283,87 +276,3 @@ class BranchesReply(NamedTuple):
     history: str
     branches: Annotated[list[Any], Entries]
     more: bool
-
-
-def _is(kind: type) -> Callable[[Any], bool]:
-    if kind is int:
-        return lambda value: type(value) is int
-    return lambda value: isinstance(value, kind)
-
-
-_CHECKS: dict[Any, Callable[[Any], bool]] = {
-    int: _is(int),
-    str: _is(str),
-    bool: _is(bool),
-    Any: lambda value: True,
-    list[int]: lambda value: isinstance(value, list) and {*map(type, value)} <= {int},
-    list[tuple[int, int]]: lambda value: (
-        isinstance(value, list)
-        and all(isinstance(v, list) and len(v) == 2 and type(v[0]) is int and type(v[1]) is int for v in value)
-    ),
-    list[GetPartition]: _is(list),
-    list[Any]: _is(list),
-}
-
-
-def fields_of(cls: type[Any]) -> list[tuple[str, Any]]:
-    """The fields of a header and their declared types, in order."""
-    return list(get_type_hints(cls).items())
-
-
-def entries_max_of(cls: type[Any]) -> dict[str, int]:
-    """The maximum length of each list of a header. Raises TypeError if a list does not declare it."""
-    found: dict[str, int] = {}
-    for name, kind in get_type_hints(cls, include_extras=True).items():
-        (limit,) = [extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, AtMost)] or (None,)
-        if limit is not None:
-            found[name] = limit.entries
-        elif (get_origin(kind) or kind) is list:
-            raise TypeError(f"{cls.__name__}.{name} does not declare its maximum length")
-    return found
-
-
-Check = Callable[[Any], bool]
-
-
-@functools.cache
-def _fields(cls: type[Any]) -> tuple[tuple[str, Any, Check, int | None], ...]:
-    """The name, type and check of each field, and the maximum length if it is a list."""
-    limits = entries_max_of(cls)
-    return tuple((name, kind, _CHECKS[kind], limits.get(name)) for name, kind in fields_of(cls))
-
-
-@functools.cache
-def _types(cls: type[Any]) -> tuple[list[Any], tuple[tuple[int, Check, int], ...]]:
-    """The types of a header that has exactly the declared fields, and its lists with their places."""
-    kinds = [kind for _name, kind in fields_of(cls)]
-    fields = _fields(cls)  # type: ignore[arg-type]  # classes are hashable
-    lists = tuple((at, check, limit) for at, (*_, check, limit) in enumerate(fields) if limit is not None)
-    return [get_origin(kind) or kind for kind in kinds], lists
-
-
-def unpack(cls: type[T], header: Any) -> T:
-    """Unpacks a header, or one entry of a list, into its named tuple. Raises ProtocolError."""
-    types, lists = _types(cls)  # type: ignore[arg-type]  # classes are hashable
-    as_declared = type(header) is list and list(map(type, header)) == types
-    if as_declared and not [at for at, check, limit in lists if len(header[at]) > limit or not check(header[at])]:
-        return cls(*header)  # most headers are, and this takes half the time
-    fields = _fields(cls)  # type: ignore[arg-type]
-    added: dict[str, Any] = cls._field_defaults  # type: ignore[attr-defined]
-    if not isinstance(header, list) or len(header) < len(fields) - len(added):
-        raise ProtocolError(f"{cls.__name__} has {len(fields)} fields, got {reprlib.repr(header)}")
-    for value, (name, kind, check, limit) in zip(header, fields, strict=False):
-        if limit is not None and isinstance(value, list) and len(value) > limit:
-            raise ProtocolError(f"{cls.__name__}.{name} has {len(value):,} entries, the limit is {limit:,}")
-        if not check(value):
-            raise ProtocolError(f"{cls.__name__}.{name} must be {kind}, got {reprlib.repr(value)}")
-    return cls(*header[: len(fields)])
-
-
-def unpack_list(cls: type[T], header: Any) -> list[T]:
-    """Unpacks a list of entries. Raises ProtocolError."""
-    if not isinstance(header, list):
-        raise ProtocolError(f"a list of {cls.__name__} is expected, got {reprlib.repr(header)}")
-    if len(header) > REQUEST_ENTRIES_MAX:
-        raise ProtocolError(f"{len(header):,} entries of {cls.__name__} are over the limit of {REQUEST_ENTRIES_MAX:,}")
-    return [unpack(cls, entry) for entry in header]

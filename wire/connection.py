@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 from metamq.errors import ClosedError, MessageTooLarge, MetamqError, ProtocolError, UnsupportedVersion
 from metamq.wire import status
-from metamq.wire.commands import Command, Hello, HelloReply, unpack
+from metamq.wire.commands import Command, Hello, HelloReply
 from metamq.wire.frames import Buffer, Frame, FrameReader, Packed, encode_frame
+from metamq.wire.headers import unpack
 from metamq.wire.limits import (
     ANSWER_HEADER_BYTES_MAX,
     BATCH_TARGET_BYTES,

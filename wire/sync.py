@@ -10,20 +10,19 @@
 
 The header of each frame is one of the named tuples here, as a msgpack array. It begins with its kind and with the
 sender's epoch: the receiver refuses any other epoch. Bodies are whole batches, as stored in the log, except in
-PRODUCERS. `unpack` accepts only declared fields and no negative numbers. docs/wire-protocol.md has the tables.
+PRODUCERS. `unpack_frame` accepts only declared fields and no negative numbers. docs/wire-protocol.md has the tables.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from metamq.errors import ProtocolError
-from metamq.wire import commands, limits
+from metamq.wire import limits
+from metamq.wire.headers import unpack_frame
 
 MAGIC = 0x4D51_4841
 """The first number of a JOIN, by which a master recognizes a replica."""
@@ -242,7 +241,7 @@ def unpack_from_slave(header: Any) -> FromSlave:
     """Unpacks a frame from a slave. Raises ProtocolError."""
     frame = _unpack(FROM_SLAVE, header)
     if isinstance(frame, Attach):
-        partitions = [_checked(AttachPartition, entry) for entry in frame.partitions]
+        partitions = [unpack_frame(AttachPartition, entry) for entry in frame.partitions]
         if any(len(entry.epochs) > limits.ATTACH_EPOCHS_MAX for entry in partitions):
             raise ProtocolError(f"a partition has more than {limits.ATTACH_EPOCHS_MAX:,} epochs in an Attach")
         return frame._replace(partitions=partitions)
@@ -257,7 +256,7 @@ def unpack_from_master(header: Any) -> FromMaster:
     """Unpacks a frame from a master. Raises ProtocolError."""
     frame = _unpack(FROM_MASTER, header)
     if isinstance(frame, Attached):
-        results = [_checked(AttachResult, entry) for entry in frame.results]
+        results = [unpack_frame(AttachResult, entry) for entry in frame.results]
         unknown = [entry.decision for entry in results if entry.decision not in _DECISIONS]
         if unknown:
             raise ProtocolError(f"an Attached has the unknown decision {unknown[0]}")
@@ -271,68 +270,7 @@ def _unpack(kinds: dict[int, type[F]], header: Any) -> F:
     if cls is None:
         names = ", ".join(f"{number} {cls.__name__}" for number, cls in kinds.items())
         raise ProtocolError(f"a SYNC frame begins with its kind ({names}), got {reprlib.repr(header)}")
-    return _checked(cls, header)
-
-
-# This replaces commands.unpack: frames are frequent, and the range of numbers is checked as well.
-
-T = TypeVar("T", bound=tuple[Any, ...])
-_NUMBER_MAX = (1 << 63) - 1
-_INT, _LIST = {int}, {list}
-
-
-def _checked(cls: type[T], header: Any) -> T:
-    """Unpacks a header, or an entry of one, into its named tuple. Raises ProtocolError."""
-    checks = _checks(cls)
-    if type(header) is not list or len(header) < len(checks):
-        raise ProtocolError(f"{cls.__name__} has {len(checks)} fields, got {reprlib.repr(header)}")
-    for value, (name, kind, check) in zip(header, checks, strict=False):
-        if not check(value):
-            what = f"{cls.__name__}.{name}"
-            if isinstance(value, list) and len(value) > limits.ENTRIES_MAX:
-                raise ProtocolError(f"{what} has {len(value):,} entries, the limit is {limits.ENTRIES_MAX:,}")
-            raise ProtocolError(f"{what} must be {kind}, with numbers from 0 to 2^63-1, got {reprlib.repr(value)}")
-    made: T = cls._make(header[: len(checks)])  # type: ignore[attr-defined]
-    return made
-
-
-@functools.cache
-def _checks(cls: type[Any]) -> tuple[tuple[str, Any, Callable[[Any], bool]], ...]:
-    return tuple((name, kind, _check_of(kind)) for name, kind in commands.fields_of(cls))
-
-
-def _check_of(kind: Any) -> Callable[[Any], bool]:
-    if kind is int:
-        return lambda value: type(value) is int and 0 <= value <= _NUMBER_MAX
-    if kind is str or kind is bool:
-        return lambda value: type(value) is kind
-    (inner,) = get_args(kind)
-    if inner is int:
-        return lambda value: _is_short_list(value) and (not value or _are_numbers(value))
-    if get_origin(inner) is tuple:
-        return _is_list_of_rows(len(get_args(inner)))
-    return _is_short_list  # of named tuples, which are checked one by one
-
-
-def _is_short_list(value: Any) -> bool:
-    return type(value) is list and len(value) <= limits.ENTRIES_MAX
-
-
-def _are_numbers(values: list[Any]) -> bool:
-    return set(map(type, values)) == _INT and min(values) >= 0 and max(values) <= _NUMBER_MAX
-
-
-def _is_list_of_rows(count: int) -> Callable[[Any], bool]:
-    lengths = {count}
-
-    def check(value: Any) -> bool:
-        if not value or not _is_short_list(value):
-            return type(value) is list and not value
-        if set(map(type, value)) != _LIST or set(map(len, value)) != lengths:
-            return False
-        return _are_numbers(list(chain.from_iterable(value)))
-
-    return check
+    return unpack_frame(cls, header)
 
 
 def bodies(entries: Iterable[Sequence[int]], body: memoryview) -> list[memoryview]:

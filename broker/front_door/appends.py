@@ -11,8 +11,9 @@ from metamq.errors import CorruptData, DiskFull, MessageTooLarge, MetamqError, P
 from metamq.tx.store.records import BodyPlace
 from metamq.wire import status
 from metamq.wire.batch import BatchHeader, check_from_producer
-from metamq.wire.commands import PutEntry, PutResult, unpack_list
+from metamq.wire.commands import PutEntry, PutResult
 from metamq.wire.compression import Codec
+from metamq.wire.headers import unpack_list
 from metamq.wire.outline import columns_problem
 
 if TYPE_CHECKING:

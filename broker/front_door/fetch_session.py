@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING
 from metamq.broker.roles.role import MasterRole, ReplicaStatus
 from metamq.errors import CorruptData, Fenced, MetamqError, OffsetDiverged, OffsetOutOfRange, ProtocolError
 from metamq.wire import status
-from metamq.wire.commands import FilePlace, Get, GetPartition, GetResult, unpack
+from metamq.wire.commands import FilePlace, Get, GetPartition, GetResult
 from metamq.wire.connection import Request
 from metamq.wire.frames import Buffer
+from metamq.wire.headers import unpack
 from metamq.wire.limits import FETCH_BYTES_MAX, FETCH_PARTITIONS_MAX, FETCH_RESULTS_MAX, FETCH_WAIT_MS_MAX
 from metamq.zk.names import MAX_NAME_CHARS
 

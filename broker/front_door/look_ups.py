@@ -17,7 +17,8 @@ from metamq.broker.front_door.fetch_session import ReplicaReadRole, parted
 from metamq.broker.front_door.slices import SlicedWork, Slices
 from metamq.errors import MetamqError, Timeout
 from metamq.wire import status
-from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult, unpack_list
+from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult
+from metamq.wire.headers import unpack_list
 
 if TYPE_CHECKING:
     from metamq.broker.data.partition import Partition

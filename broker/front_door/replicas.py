@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from metamq.errors import ClosedError, MetamqError, ProtocolError
 from metamq.wire import sync
-from metamq.wire.commands import Promote, Promoted, unpack
+from metamq.wire.commands import Promote, Promoted
+from metamq.wire.headers import unpack
 
 if TYPE_CHECKING:
     from metamq.broker.front_door.protocol import BrokerProtocol

@@ -9,7 +9,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import metamq
-from metamq.wire.commands import Stats, unpack
+from metamq.wire.commands import Stats
+from metamq.wire.headers import unpack
 from metamq.wire.limits import STATS_PARTITIONS_MAX
 from metamq.zk.names import OWN
 

@@ -250,10 +250,8 @@ class DurableLog:
 
     def pieces(self) -> list[Segment]:
         """The flushed part of each segment, oldest first, for metamq.broker.log.scrub."""
-        return [_piece(one, self.flushed_position) for one in self._store.segments if self._is_flushed_from(one)]
-
-    def _is_flushed_from(self, segment: Segment) -> bool:
-        return segment.base_position < min(segment.end_position, self.flushed_position)
+        end = self.flushed_position
+        return [_piece(one, end) for one in self._store.segments if one.base_position < min(one.end_position, end)]
 
     def has_piece(self, piece: Segment) -> bool:
         """True if the log still has the piece: neither retention nor a cut nor emptying removed it."""

@@ -40,7 +40,7 @@ from metamq.tx.store.fold import COMMITS, JournalState, Retained
 from metamq.tx.store.records import Add, BodyPlace, Heuristic, Record
 from metamq.tx.store.table import LASTING, BranchPhase
 from metamq.tx.store.verbs import JournalTransactionStore, TransactionLimits, VerbStep
-from metamq.wire import commands, status
+from metamq.wire import headers, status
 from metamq.wire.commands import Branches, BranchesReply, BranchInfo, PutEntry, Tx, TxReply, TxResult
 from metamq.wire.limits import BATCH_BYTES_MAX, FOLLOWERS_MAX, VERBS_MAX
 from metamq.wire.xa import Verb, XACode, Xid
@@ -205,7 +205,7 @@ class TransactionalCommandProcessor:
     def tx(self, request: Request, connection: SessionConnection) -> None:
         """Takes a TX. Raises ProtocolError, Fenced, and the error of a bad batch: then nothing has been done."""
         term = self._ready()
-        header = commands.unpack(Tx, request.header)
+        header = headers.unpack(Tx, request.header)
         if not 0 < len(header.verbs) <= VERBS_MAX or len(header.session) > SESSION_CHARS_MAX:
             raise ProtocolError(
                 f"a TX has 1 to {VERBS_MAX} verbs, and a session of at most {SESSION_CHARS_MAX} characters"
@@ -227,7 +227,7 @@ class TransactionalCommandProcessor:
             self._run(term, work)
 
     def _take_bodies(self, work: TxRequest) -> None:
-        entries = commands.unpack_list(PutEntry, work.header.entries)
+        entries = headers.unpack_list(PutEntry, work.header.entries)
         body = work.request.body
         sizes = [entry.size for entry in entries]
         if sum(sizes) != len(body) or min(sizes, default=1) <= 0:
@@ -478,7 +478,7 @@ class TransactionalCommandProcessor:
     def branches(self, request: Request, connection: SessionConnection) -> None:
         """Answers a BRANCHES: a page of open branches. Raises Fenced."""
         term = self._ready()
-        query = commands.unpack(Branches, request.header)
+        query = headers.unpack(Branches, request.header)
         promised = (BranchPhase.PREPARED, BranchPhase.HEURISTIC)
         behind = [branch for branch in term.store.branches.values() if branch.epoch > query.after_epoch]
         wanted = sorted((b for b in behind if query.all or b.state in promised), key=lambda branch: branch.epoch)

@@ -12,7 +12,8 @@ from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, Repli
 from metamq.client.admin.promotion_plan import Has, Loss, loss_of
 from metamq.client.net import paged_requests
 from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError
-from metamq.wire.commands import Command, Promote, Promoted, Stats, unpack
+from metamq.wire.commands import Command, Promote, Promoted, Stats
+from metamq.wire.headers import unpack
 from metamq.zk.cluster.brokers import BrokerState, StateAt, known, master_of, read_state
 from metamq.zk.cluster.epochs import highest_epoch, taken_back
 from metamq.zk.cluster.failover import read_failover

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from metamq.errors import ConnectError, MetamqError
 from metamq.wire import status
-from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
+from metamq.wire.commands import Command, Get, GetPartition, GetResult
+from metamq.wire.headers import unpack_list
 from metamq.wire.limits import ENTRIES_TARGET
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import MetamqError
-from metamq.wire.commands import EARLIEST, LATEST, Command, OffsetsEntry, OffsetsResult, Stats, unpack, unpack_list
+from metamq.wire.commands import EARLIEST, LATEST, Command, OffsetsEntry, OffsetsResult, Stats
+from metamq.wire.headers import unpack, unpack_list
 from metamq.wire.limits import ENTRIES_TARGET
 
 if TYPE_CHECKING:

@@ -43,7 +43,8 @@ from metamq.errors import (
     TopicNotFound,
 )
 from metamq.wire import status
-from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
+from metamq.wire.commands import Command, PutEntry, PutResult
+from metamq.wire.headers import unpack_list
 from metamq.wire.limits import ENTRIES_TARGET
 from metamq.words import count
 

@@ -16,7 +16,8 @@ from metamq.client.net.transport import KEPT_BYTES, another_answered
 from metamq.errors import ProtocolError
 from metamq.wire import status
 from metamq.wire.buffer_pool import BufferPool
-from metamq.wire.commands import Command, Get, GetPartition, GetResult, OffsetsEntry, unpack_list
+from metamq.wire.commands import Command, Get, GetPartition, GetResult, OffsetsEntry
+from metamq.wire.headers import unpack_list
 from metamq.zk.names import parse_partition
 
 if TYPE_CHECKING:

@@ -38,7 +38,8 @@ from metamq.spark_consumers.source.connection_pool import ConnectionKey, PooledC
 from metamq.spark_consumers.source.files import NOT_FOR_US, FileReader, NotItsFile, warn_once
 from metamq.spark_consumers.source.replicas import ReplicaAddress, find_replicas, find_topic_id
 from metamq.wire.batch import BatchHeader, walk
-from metamq.wire.commands import FilePlace, GetResult, unpack
+from metamq.wire.commands import FilePlace, GetResult
+from metamq.wire.headers import unpack
 from metamq.wire.limits import BATCH_TARGET_BYTES
 from metamq.zk.names import parse_partition
 

@@ -21,7 +21,8 @@ from metamq.errors import CorruptData, DiskFull, MetamqError
 from metamq.testing import BrokerProcess, Cluster
 from metamq.wire import status
 from metamq.wire.columns import encode
-from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
+from metamq.wire.commands import Command, PutEntry, PutResult
+from metamq.wire.headers import unpack_list
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.zk.cluster.topics import TopicConfig
 from tests.load import Load, blocking, check

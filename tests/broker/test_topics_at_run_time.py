@@ -16,7 +16,8 @@ from metamq.errors import MessageTooLarge, TopicNotFound
 from metamq.testing import Cluster
 from metamq.wire import status
 from metamq.wire.columns import encode
-from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
+from metamq.wire.commands import Command, PutEntry, PutResult
+from metamq.wire.headers import unpack_list
 from metamq.zk.cluster.topics import FlushEvery, TopicConfig, TopicStore
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.paths import master_offer

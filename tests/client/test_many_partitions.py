@@ -36,11 +36,10 @@ from metamq.wire.commands import (
     PutEntry,
     PutResult,
     Stats,
-    unpack,
-    unpack_list,
 )
 from metamq.wire.compression import Codec
 from metamq.wire.connection import ClientConnection, Request, Response, ServerConnection
+from metamq.wire.headers import unpack, unpack_list
 from metamq.wire.limits import (
     BATCH_BYTES_MAX,
     ERROR_TEXT_CHARS_MAX,

@@ -17,8 +17,9 @@ from metamq.errors import CorruptData, UndecodableBatch
 from metamq.testing import Cluster
 from metamq.wire import batch as layout
 from metamq.wire import columns, status
-from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
+from metamq.wire.commands import Command, PutEntry, PutResult
 from metamq.wire.compression import Codec, compress
+from metamq.wire.headers import unpack_list
 from tests.one_zookeeper import cluster
 
 COUNT = 5

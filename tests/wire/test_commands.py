@@ -11,18 +11,8 @@ from hypothesis import strategies as st
 
 from metamq.errors import ProtocolError
 from metamq.wire import commands
-from metamq.wire.commands import (
-    Command,
-    Get,
-    GetPartition,
-    OffsetsEntry,
-    PutEntry,
-    PutResult,
-    entries_max_of,
-    fields_of,
-    unpack,
-    unpack_list,
-)
+from metamq.wire.commands import Command, Get, GetPartition, OffsetsEntry, PutEntry, PutResult
+from metamq.wire.headers import entries_max_of, fields_of, unpack, unpack_list
 from metamq.wire.limits import REQUEST_ENTRIES_MAX, AtMost
 
 TUPLES = [

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from metamq.errors import ProtocolError
 from metamq.wire import sync
-from metamq.wire.commands import Command, fields_of
+from metamq.wire.commands import Command
 from metamq.wire.frames import encode_frame
+from metamq.wire.headers import fields_of
 from metamq.wire.limits import (
     ATTACH_EPOCHS_MAX,
     ENTRIES_MAX,

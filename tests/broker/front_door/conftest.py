@@ -29,10 +29,9 @@ from metamq.wire.commands import (
     OffsetsResult,
     PutEntry,
     PutResult,
-    unpack,
-    unpack_list,
 )
 from metamq.wire.frames import PREFIX_BYTES, Buffer, Frame, FrameReader, encode_frame
+from metamq.wire.headers import unpack, unpack_list
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker
 

@@ -26,8 +26,9 @@ from metamq.errors import (
 )
 from metamq.wire import connection, status
 from metamq.wire.batch import HEADER_BYTES, PRODUCER_AT, PRODUCER_CRC_AT
-from metamq.wire.commands import LATEST, Command, Hello, OffsetsEntry, OffsetsResult, PutEntry, unpack_list
+from metamq.wire.commands import LATEST, Command, Hello, OffsetsEntry, OffsetsResult, PutEntry
 from metamq.wire.frames import PREFIX, encode_frame
+from metamq.wire.headers import unpack_list
 from metamq.wire.limits import FRAME_BYTES_MAX, HELLO_BYTES_MAX, REQUEST_ENTRIES_MAX
 
 MEBIBYTE = 1024 * 1024

@@ -10,16 +10,8 @@ import pytest
 
 from metamq.errors import Fenced, OffsetDiverged, OffsetOutOfRange, ProtocolError, TopicNotFound
 from metamq.wire import status
-from metamq.wire.commands import (
-    LATEST,
-    Command,
-    GetPartition,
-    GetResult,
-    OffsetsEntry,
-    OffsetsResult,
-    unpack,
-    unpack_list,
-)
+from metamq.wire.commands import LATEST, Command, GetPartition, GetResult, OffsetsEntry, OffsetsResult
+from metamq.wire.headers import unpack, unpack_list
 from metamq.wire.limits import FETCH_BYTES_MAX, FETCH_RESULTS_MAX, REQUEST_ENTRIES_MAX
 
 KIB = 1024

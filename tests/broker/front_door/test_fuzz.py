@@ -14,18 +14,9 @@ import msgpack
 import pytest
 
 from metamq.wire import status, sync
-from metamq.wire.commands import (
-    EARLIEST,
-    LATEST,
-    Command,
-    GetPartition,
-    GetResult,
-    Hello,
-    OffsetsEntry,
-    PutEntry,
-    unpack_list,
-)
+from metamq.wire.commands import EARLIEST, LATEST, Command, GetPartition, GetResult, Hello, OffsetsEntry, PutEntry
 from metamq.wire.frames import PREFIX, encode_frame
+from metamq.wire.headers import unpack_list
 from tests.parts import statistics
 
 pytestmark = pytest.mark.timeout(600)  # thousands of connections

@@ -34,12 +34,10 @@ from metamq.wire.commands import (
     PutEntry,
     PutResult,
     Stats,
-    fields_of,
-    unpack,
-    unpack_list,
 )
 from metamq.wire.connection import ClientConnection, ConnectionState, Request, ServerConnection
 from metamq.wire.frames import Buffer, encode_frame
+from metamq.wire.headers import fields_of, unpack, unpack_list
 from metamq.wire.limits import FRAME_BYTES_MAX, REQUEST_ENTRIES_MAX
 
 pytestmark = pytest.mark.timeout(3600)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from metamq.wire import status
-from metamq.wire.commands import Command, GetPartition, GetResult, PutEntry, PutResult, unpack_list
+from metamq.wire.commands import Command, GetPartition, GetResult, PutEntry, PutResult
 from metamq.wire.frames import PREFIX
+from metamq.wire.headers import unpack_list
 from metamq.wire.limits import FETCH_BYTES_MAX, FRAME_BYTES_MAX
 
 pytestmark = pytest.mark.timeout(600)  # thousands of connections

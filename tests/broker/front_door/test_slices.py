@@ -16,9 +16,10 @@ from metamq.broker.front_door.slices import SLICE_S, SlicedWork, Slices
 from metamq.errors import ProtocolError, Timeout
 from metamq.testing import Cluster
 from metamq.wire import columns, status
-from metamq.wire.commands import LATEST, Command, OffsetsEntry, OffsetsResult, PutEntry, unpack_list
+from metamq.wire.commands import LATEST, Command, OffsetsEntry, OffsetsResult, PutEntry
 from metamq.wire.compression import Codec
 from metamq.wire.frames import PREFIX, PREFIX_BYTES
+from metamq.wire.headers import unpack_list
 from tests.broker.front_door.conftest import error_of
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, LocalBroker, wait_until

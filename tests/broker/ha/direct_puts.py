@@ -13,8 +13,9 @@ from metamq.errors import ConnectError, MetamqError
 from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.columns import encode
-from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
+from metamq.wire.commands import Command, PutEntry, PutResult
 from metamq.wire.connection import Response
+from metamq.wire.headers import unpack_list
 from metamq.zk.cluster.topics import TopicConfig
 from tests.parts import SLOW_S, wait_until
 

@@ -15,7 +15,8 @@ from metamq.errors import CorruptData
 from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.batch import walk
-from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
+from metamq.wire.commands import Command, Get, GetPartition, GetResult
+from metamq.wire.headers import unpack_list
 from metamq.zk.cluster.topics import FlushEvery
 from tests.broker.ha.test_replication import Group, a_sync_topic, log_bytes, raises_fenced, replica_group, send
 from tests.parts import is_at_end, statistics, wait_until

@@ -12,8 +12,9 @@ from metamq.client.net.transport import BrokerConnection
 from metamq.client.producer.outgoing import OutgoingBatch
 from metamq.testing import BrokerProcess
 from metamq.wire import status
-from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
+from metamq.wire.commands import Command, PutEntry, PutResult
 from metamq.wire.compression import Codec
+from metamq.wire.headers import unpack_list
 from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group
 from tests.parts import statistics, wait_until
 

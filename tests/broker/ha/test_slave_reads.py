@@ -17,8 +17,9 @@ from metamq.client.net.transport import BrokerConnection
 from metamq.errors import Fenced
 from metamq.testing import BrokerProcess
 from metamq.wire import status
-from metamq.wire.commands import EARLIEST, LATEST, Command, Get, GetPartition, OffsetsEntry, OffsetsResult, unpack_list
+from metamq.wire.commands import EARLIEST, LATEST, Command, Get, GetPartition, OffsetsEntry, OffsetsResult
 from metamq.wire.commands import GetResult as Result
+from metamq.wire.headers import unpack_list
 from metamq.zk.cluster.offers import slaves_offering
 from metamq.zk.session.session import Session
 from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group, send
