@@ -72,6 +72,8 @@ _DAMAGED = "Partitions whose logs are known to be damaged"
 _LINKED = "At a slave: 1 when it is linked to its master"
 _RECEIVED = "At a slave: bytes of logs that came from masters"
 _IN_SYNC = "At the master: replicas in sync, itself included"
+_FAILOVER = "1 when an in-sync slave takes over by itself: failover is auto, and not paused"
+_PROMOTIONS = "Times that this replica became the master since its start: by itself, or asked"
 
 
 class Histogram(NamedTuple):
@@ -181,6 +183,11 @@ def _replication(statistics: dict[str, Any]) -> Iterator[Metric]:
     for role in RoleKind:
         roles.add_metric([role.value], int(role.value == statistics["role"]))
     yield roles
+    yield GaugeMetricFamily("metamq_replication_failover_auto", _FAILOVER, value=int(statistics["failover_is_on"]))
+    promotions = CounterMetricFamily("metamq_replication_promotions", _PROMOTIONS, labels=["by"])
+    for by, number in statistics["promotions"].items():
+        promotions.add_metric([by], number)
+    yield promotions
     for family, value in (
         (GaugeMetricFamily("metamq_replication_linked", _LINKED, labels=[]), _linked(statistics)),
         (

@@ -591,5 +591,7 @@ class RoleKeeper:
             "epoch": role.followed_epoch,
             "known_epoch": self._folder.epoch,
             "failover": self.successor.says,
+            "failover_is_on": self.successor.is_on,
+            "promotions": self.successor.promotions,
             **role.statistics(),
         }

@@ -97,7 +97,7 @@ class Situation(NamedTuple):
     in_sync_ms: int = 0
     """Milliseconds since this replica has been in sync with a master that is there."""
     switches_ago_ms: Sequence[int] = ()
-    """The age of each automatic switch that this replica has seen."""
+    """The age of each automatic switch that is listed."""
     pause_max_ms: int = 120_000
     """The longest pause against flapping."""
 

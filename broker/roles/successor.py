@@ -56,7 +56,6 @@ log = logging.getLogger("metamq.broker")
 
 RETRY_S = 0.5
 RECORD_ATTEMPTS = 20
-LONG_AGO = -1e9
 UNPUBLISHED = 0, -1
 CAUSE_CHARS_MAX = 200
 RESIGN_S = 5.0
@@ -89,12 +88,19 @@ class Successor:
         self._gone_since: float | None = None
         self._in_sync_since: float | None = None
         self._seen: dict[int, float] | None = None
-        """The epochs of automatic switches, and the loop's time at which this replica saw each; None: not read yet."""
+        """The epochs of automatic switches, and the loop's time of each; None: not read yet."""
         self.published = UNPUBLISHED
         """The epoch whose master is gone, and the size of the logs here in bytes."""
         self._recording: set[asyncio.Task[None]] = set()
         self.decision: StepDecision | None = None
         """The last decision, for `ha status`; None at a master."""
+        self.promotions = {"itself": 0, "asked": 0}
+        """Counts: this process became the master by itself, or asked by an operator or by a master that stops."""
+
+    @property
+    def is_on(self) -> bool:
+        """True if failover is automatic, and not paused, as far as this replica knows."""
+        return self._failover.is_on
 
     @property
     def says(self) -> str:
@@ -173,9 +179,13 @@ class Successor:
         return None
 
     def _see(self, failover: Failover, now: float) -> None:
-        """Notes the time of new automatic switches. Those before the start of this process count as old."""
-        known, unknown = ({}, LONG_AGO) if self._seen is None else (self._seen, now)
-        self._seen = {one.epoch: known.get(one.epoch, unknown) for one in failover.switches if one.is_automatic}
+        """Notes the time of new automatic switches. For those before the start of this process the history tells it."""
+        seen = {}
+        for one in failover.switches:
+            ago_s = 0.0 if self._seen is not None else max(time.time() - one.at_ms / 1000, 0.0)
+            if one.is_automatic:
+                seen[one.epoch] = (self._seen or {}).get(one.epoch, now - ago_s)
+        self._seen = seen
 
     def begin_mode(self) -> None:
         """Gives a broker id that has no mode of failover yet the configured one, in the background."""
@@ -199,6 +209,7 @@ class Successor:
         cause = (asked.cause or "an operator's command")[:CAUSE_CHARS_MAX]
         took_ms = round((asyncio.get_running_loop().time() - since) * 1000)
         is_automatic = noticed is not None
+        self.promotions["itself" if is_automatic else "asked"] += 1
         lost = "an operator accepted a loss" if has_lost else ""
         at_ms = round(time.time() * 1000)
         switch = Switch(epoch, cause, former, registration.replica, at_ms, took_ms, is_automatic, lost)

@@ -21,10 +21,11 @@ from metamq.cli.command import CliCommand
 from metamq.cli.commands.tx import PREPARED, age_ms, next_steps, who_decides
 from metamq.cli.context import Globals, current, look_for_cluster
 from metamq.cli.show.output import TABLE_OR_JSON, count, folded, listed, print_json, print_line, styled
-from metamq.cli.show.replica_view import Finding, damage_faults, replica_faults
+from metamq.cli.show.replica_view import RECENT_MS, Finding, damage_faults, failover_faults, replica_faults
 from metamq.cli.show.topic_view import not_served, refuses_writes, size_in_words
 from metamq.cli.show.units import show_age, show_bytes
 from metamq.client.admin.admin_brokers import children
+from metamq.client.admin.admin_failover import failover_of
 from metamq.client.admin.admin_replicas import describe_broker
 from metamq.client.admin.admin_topics import describe_topic
 from metamq.client.admin.admin_transactions import open_branches
@@ -265,9 +266,18 @@ async def _look_at_broker(cluster: ClusterClient, broker_id: int, report: Callab
     except MetamqError as error:
         report(Finding(what, "problem", error.problem, "`metamq ha status` shows its replicas."))
         return False
-    for fault in (*faults, *damage_faults(found)):
+    for fault in (*faults, *damage_faults(found), *failover_faults(found, await _recent_switches(cluster, broker_id))):
         report(fault)
     return not any(fault.status == "problem" for fault in faults)
+
+
+async def _recent_switches(cluster: ClusterClient, broker_id: int) -> int:
+    """Returns the number of recent automatic switches; 0 if they cannot be read, which is a finding of its own."""
+    try:
+        switches = (await failover_of(cluster, broker_id)).switches
+    except CorruptData:
+        return 0
+    return sum(one.is_automatic and time.time() * 1000 - one.at_ms < RECENT_MS for one in switches)
 
 
 async def _master(cluster: ClusterClient, broker_id: int) -> Finding:

@@ -83,9 +83,10 @@ def up(
     The first start downloads ZooKeeper's jars (4 MB). Without a network, see `metamq zookeeper --fetch-jars`.
 
     Prints an `export` line for the shells of clients. Clients on this machine need it only if ZooKeeper has another
-    port than 2181. With -o json it prints all addresses on one line. If a master or a slave is killed, the command
-    reports it, and the others continue. Slaves have the next free ports. The broker's settings come from [broker] of
-    the TOML file and from METAMQ_BROKER_... variables, except its id, replica number, address, ports and data folder.
+    port than 2181. With -o json it prints all addresses on one line. If a replica is killed, the command reports it,
+    and the others continue. If it was the master, a slave takes over by itself. Slaves have the next free ports. The
+    broker's settings come from [broker] of the TOML file and from METAMQ_BROKER_... variables, except its id, replica
+    number, address, ports and data folder.
 
     \b
     metamq up
@@ -97,7 +98,8 @@ def up(
     if current().zookeeper:
         raise click.UsageError("`metamq up` starts a ZooKeeper of its own: use `metamq broker` with --zookeeper")
     restrict_process()
-    load(BrokerConfig, "broker", file=current().config, arguments={})  # a wrong setting raises before anything starts
+    # A wrong setting raises before anything starts.
+    settings = load(BrokerConfig, "broker", file=current().config, arguments={})
     with StopSignals() as signals:
         try:
             find_java_and_jars(signals)
@@ -105,7 +107,9 @@ def up(
                 _folder(data, ephemeral) as folder,
                 _locked(folder, signals) as lock,
                 _zookeeper(folder, ephemeral, port, zookeeper_memory_bytes, signals) as server,
-                _replicas(server.address, folder, slaves, (broker_port, http_port), lock, signals) as replicas,
+                _replicas(
+                    server.address, settings, folder, slaves, (broker_port, http_port), lock, signals
+                ) as replicas,
             ):
                 _print_addresses(server.address, replicas, folder, ephemeral, output)
                 while not signals.wait(POLL_S):
@@ -211,9 +215,16 @@ def _zookeeper(
 
 @contextlib.contextmanager
 def _replicas(
-    zookeeper: str, folder: Path, slaves: int, ports: tuple[int | None, int | None], lock: int, signals: StopSignals
+    zookeeper: str,
+    settings: BrokerConfig,
+    folder: Path,
+    slaves: int,
+    ports: tuple[int | None, int | None],
+    lock: int,
+    signals: StopSignals,
 ) -> Iterator[Replicas]:
-    replicas = Replicas(zookeeper, current().root_path(), current().config)
+    given = current()
+    replicas = Replicas(zookeeper, given.root_path(), given.config, takes_over=not settings.failover)
     try:
         replicas.start(_places(folder, slaves, *ports), folder, lock)
         replicas.wait_ready(signals.check)

@@ -1,6 +1,6 @@
 """The broker of `metamq up`: a process for each replica, and the messages when one of them ends.
 
-If a replica ends, the command reports it and the others continue: a user who killed it wants to see how they take over.
+If a replica ends, the command reports it and the others continue. If it was the master, a slave takes over by itself.
 The roles are not stored here: they are in ZooKeeper, and may change at any time. Replicas that a user started by hand
 are not stored either. So ZooKeeper keeps running when no process started here is left. Only the end of a broker without
 slaves ends the command.
@@ -28,7 +28,7 @@ from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.server.embedded import how_it_ended
 
 if TYPE_CHECKING:
-    from metamq.client.admin.admin_model import ReplicaDescription
+    from metamq.client.admin.admin_model import BrokerReplicas, ReplicaDescription
 
 BROKER_ID = 0
 ANSWER_S = 1.0
@@ -80,8 +80,6 @@ class ReplicaProcess:
                     "-m",
                     "metamq.cli",
                     "broker",
-                    "--with-parent",
-                    "--output=json",
                     *here,
                     *settings,
                 ],
@@ -189,13 +187,16 @@ class ReplicaProcess:
 class Replicas:
     """All replicas of the broker, from `start` to `stop`."""
 
-    def __init__(self, zookeeper: str, root: str, config: str | None) -> None:
+    def __init__(self, zookeeper: str, root: str, config: str | None, *, takes_over: bool) -> None:
+        """`takes_over`: the mode of failover is auto, if the broker id has none yet."""
         self.members: list[ReplicaProcess] = []
         self._zookeeper = zookeeper
         self._root = root
         self._settings = [] if root == DEFAULT_ROOT else [f"--root={root}"]
         if config:
             self._settings.append(f"--config={config}")
+        if takes_over:
+            self._settings.append("--failover=auto")
 
     def start(self, places: list[ReplicaPlace], folder: Path, lock: int) -> None:
         """Starts a process for each place, all at the same time."""
@@ -219,11 +220,14 @@ class Replicas:
 
     def described(self) -> dict[int, ReplicaDescription]:
         """Returns the replicas by number, from ZooKeeper. Raises MetamqError."""
+        broker = self._broker()
+        return {one.replica: one for one in broker.replicas} if broker is not None else {}
+
+    def _broker(self) -> BrokerReplicas | None:
         from metamq import Admin
 
         with Admin(self._zookeeper, root=self._root) as admin:
-            broker = admin.replicas().get(BROKER_ID)
-            return {one.replica: one for one in broker.replicas} if broker is not None else {}
+            return admin.replicas().get(BROKER_ID)
 
     def check_running(self) -> None:
         """Reports a replica that has ended by itself. Raises MetamqError if the broker has no other replica."""
@@ -235,31 +239,37 @@ class Replicas:
                 self._report_end(member, error)
 
     def _report_end(self, ended: ReplicaProcess, error: MetamqError) -> None:
-        try:
-            known = self.described()
-        except MetamqError:
-            known = {}
-        role = known[ended.number].role if ended.number in known else ""
+        broker = None
+        with contextlib.suppress(MetamqError):
+            broker = self._broker()
+        master = _master_of(broker)
         left = any(not member.ended for member in self.members)
         effect = "The others continue." if left else "No replica started here is left; ZooKeeper runs until Ctrl-C."
-        what = f"Replica {ended.number}, the {role}," if role else f"Replica {ended.number}"
+        what = f"Replica {ended.number}, the master," if master == ended.number else f"Replica {ended.number}"
         say(f"{what} {ended.how_it_ended()}. {effect}", fg="yellow")
         if not ended.was_killed():
             say(error.hint)
-        if role == "master":
-            others = [one for one in known.values() if one.in_sync and one.replica != ended.number]
-            ready = [one.replica for one in others if one.address is not None and _answers(one.address)]
-            if ready:
-                say(f"To make a slave the master: metamq ha promote --broker {BROKER_ID} --slave {ready[0]}")
+        if broker is not None and master != ended.number:
+            say(f"Replica {master} is the master.")
+        elif broker is not None:
+            say(_succession(broker))
         say(f"To start it again: {ended.command()}")
 
     def end(self) -> None:
-        """Stops the running replicas gracefully. Raises MetamqError if one fails while it stops."""
+        """Stops the running replicas gracefully, the slaves first: so none takes over, and the roles stay as they are.
+
+        Raises MetamqError if one fails while it stops.
+        """
+        master = None
+        with contextlib.suppress(MetamqError):
+            master = _master_of(self._broker())
         living = [member for member in self.members if not member.ended]
-        for member in living:
-            member.terminate()
-        for member in living:
-            member.end()
+        for is_master in (False, True):
+            some = [member for member in living if (member.number == master) is is_master]
+            for member in some:
+                member.terminate()
+            for member in some:
+                member.end()
 
     def stop(self) -> None:
         """Ends all replicas, with SIGKILL if necessary. May be repeated."""
@@ -267,6 +277,23 @@ class Replicas:
             member.terminate()
         for member in self.members:
             member.stop()
+
+
+def _master_of(broker: BrokerReplicas | None) -> int | None:
+    if broker is None:
+        return None
+    return next((one.replica for one in broker.replicas if one.role == "master"), None)
+
+
+def _succession(broker: BrokerReplicas) -> str:
+    """Returns who follows the master that has ended."""
+    slaves = [one for one in broker.replicas if one.in_sync and one.role != "master"]
+    ready = [one.replica for one in slaves if one.address is not None and _answers(one.address)]
+    if broker.successor in ready:
+        return f"Replica {broker.successor} takes over by itself."
+    if ready:
+        return f"To make a slave the master: metamq ha promote --broker {BROKER_ID} --slave {ready[0]}"
+    return f"No slave takes over: {broker.no_successor or 'none that is in sync answers'}."
 
 
 def _answers(address: str) -> bool:

@@ -1,9 +1,9 @@
 """`metamq demo`: real data through a real cluster; the master and a consumer are killed on the way.
 
 336,776 flights go through a real master, its slave and a real ZooKeeper to three consumers of one group. When half of
-the flights are sent, the master is killed with -9, and the slave is promoted. When half of the flights are counted, a
-consumer is killed, and its partitions move to the others. Flights and mean delays per carrier must equal the CSV's.
-Then a sample of the flights is booked: into a database and a topic, in one transaction each
+the flights are sent, the master is killed with -9, and the slave takes over by itself. When half of the flights are
+counted, a consumer is killed, and its partitions move to the others. Flights and mean delays per carrier must equal the
+CSV's. Then a sample of the flights is booked: into a database and a topic, in one transaction each
 (metamq.cli.demo.transactions).
 """
 
@@ -75,7 +75,7 @@ class Demo:
         find_java_and_jars(self._signals)
         expected = tally(rows, by_carrier)
         self._say(f"read {len(rows):,} flights of 2013 from {len(expected)} carriers")
-        with tempfile.TemporaryDirectory(prefix="metamq-demo-") as folder, cluster() as running:
+        with tempfile.TemporaryDirectory(prefix="metamq-demo-") as folder, cluster(failover="auto") as running:
             database = str(Path(folder) / "results.sqlite3")
             fail_over = FailOver(running, self._say, self._signals.check)
             self._prepare(running, database, fail_over)

@@ -11,6 +11,10 @@ from metamq.cli.show.output import listed
 if TYPE_CHECKING:
     from metamq.client.admin.admin_model import BrokerReplicas, ReplicaDescription
 
+RECENT_MS = 600_000
+FLAPPING = 3
+"""This number of automatic switches within RECENT_MS is a fault."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -28,6 +32,28 @@ def replica_faults(broker: BrokerReplicas) -> list[Finding]:
         Finding(f"broker {broker.broker_id}", "warning", each) for one in broker.replicas for each in one.refused
     ]
     return [*_of_master(broker), *(found for one in broker.replicas for found in _of_slave(broker, one)), *refused]
+
+
+def failover_faults(broker: BrokerReplicas, recent_switches: int) -> list[Finding]:
+    """Returns the reasons why no slave would take over although an operator expects that, and signs of flapping.
+
+    `recent_switches`: automatic switches of the last RECENT_MS.
+    """
+    what, found = f"broker {broker.broker_id}", []
+    if broker.failover == "auto" and broker.successor is None and _has_master(broker):
+        hint = "Start a slave, or wait until it is in sync: `metamq ha status` shows the replicas."
+        found.append(Finding(what, "warning", f"no slave would take over: {broker.no_successor}", hint))
+    if broker.failover == "paused":
+        hint = f"After the maintenance: `metamq ha resume --broker {broker.broker_id}`."
+        found.append(Finding(what, "warning", "automatic failover is paused", hint))
+    if broker.failover == "unknown":
+        hint = f"Set it again: `metamq ha failover --broker {broker.broker_id} auto`."
+        found.append(Finding(what, "problem", f"the mode of failover cannot be read: {broker.no_successor}", hint))
+    if recent_switches >= FLAPPING:
+        detail = f"its master has changed by itself {recent_switches} times in {RECENT_MS // 60_000} minutes"
+        hint = f"`metamq ha history --broker {broker.broker_id}` shows the causes. Repair the replica that fails."
+        found.append(Finding(what, "warning", detail, hint))
+    return found
 
 
 def damage_faults(broker: BrokerReplicas) -> list[Finding]:
@@ -86,6 +112,8 @@ def _next_master(broker: BrokerReplicas) -> str:
     promote = f"metamq ha promote --broker {broker.broker_id} --slave"
     slaves = [one for one in broker.replicas if one is not master and not one.learner]
     ready = [one.replica for one in slaves if one.in_sync and one.address is not None and not one.problem]
+    if broker.successor in ready:
+        return f"Replica {broker.successor} takes over by itself soon. If it does not: `{promote} {broker.successor}`."
     if ready:
         again = "" if is_waiting else f", unless replica {master.replica} comes back soon"
         return f"`{promote} {ready[0]}` makes replica {ready[0]}, which is in sync, the master{again}."

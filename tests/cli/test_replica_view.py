@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from metamq.cli.show.replica_view import damage_faults, replica_faults
+from metamq.cli.show.replica_view import damage_faults, failover_faults, replica_faults
 from metamq.client.admin.admin_model import BrokerReplicas, ReplicaDescription
 
 
@@ -111,3 +111,26 @@ def test_who_is_in_sync_and_has_not_shown_yet_that_its_logs_are_whole_is_waited_
 )
 def test_the_state_tells_a_dead_replica_that_is_in_sync(one: ReplicaDescription, state: str) -> None:
     assert one.state == state
+
+
+@pytest.mark.parametrize(
+    ("master", "slave", "failover", "recent", "said"),
+    [
+        (MASTER, READY, "auto", 2, []),
+        (MASTER, APART, "manual", 0, []),
+        (MASTER, APART, "auto", 0, ["no slave would take over: no other replica is in sync"]),
+        (DEAD, APART, "auto", 0, []),  # its own finding
+        (MASTER, READY, "paused", 0, ["automatic failover is paused"]),
+        (MASTER, READY, "unknown", 0, ["the mode of failover cannot be read: damaged"]),
+        (MASTER, READY, "auto", 3, ["its master has changed by itself 3 times in 10 minutes"]),
+    ],
+)
+def test_faults_of_automatic_failover(
+    master: ReplicaDescription, slave: ReplicaDescription, failover: str, recent: int, said: list[str]
+) -> None:
+    reason = "damaged" if failover == "unknown" else "no other replica is in sync"
+    successor = 1 if slave is READY and failover == "auto" else None
+    broker = BrokerReplicas(0, 3, 1, (master, slave), "", failover, successor, "" if successor else reason)
+    found = failover_faults(broker, recent)
+    assert [one.detail for one in found] == said
+    assert all(one.hint for one in found)

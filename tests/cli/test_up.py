@@ -32,8 +32,8 @@ Until = Callable[..., None]
 class Up:
     """A running `metamq up`, and what it printed."""
 
-    def __init__(self, start: Start, folder: Path, *arguments: object) -> None:
-        self.process = start("up", *arguments, cwd=folder, stderr=subprocess.STDOUT)
+    def __init__(self, start: Start, folder: Path, *arguments: object, **environment: str) -> None:
+        self.process = start("up", *arguments, cwd=folder, stderr=subprocess.STDOUT, env=environment)
         assert self.process.stdout is not None
         self.talk = ""
         match = None
@@ -76,10 +76,12 @@ def test_up_keeps_data_whatever_ends_it_and_its_folder_for_itself(
     assert f"`metamq up` already runs on metamq-data, as process {first.process.pid}".encode() in talk
     children = first.children()
     assert len(children) >= 2
+    until(lambda: in_sync(offline, first.zookeeper) == {0: True, 1: True}, "a slave in sync")
     assert first.end(signal.SIGINT) == (0, "Stopping.\n")
     until(lambda: gone(children), "the end of all children")
 
     second = Up(process, tmp_path, *free_ports())
+    assert "  master (replica 0) at" in second.talk, "no slave takes over when all stop"
     assert offline("produce", "flights", "c", "--zookeeper", second.zookeeper).status == 0
     children = second.children()
     second.process.kill()
@@ -117,29 +119,45 @@ def in_sync(offline: Metamq, zookeeper: str) -> dict[int, bool]:
     return {one["replica"]: one["in_sync"] and one["address"] is not None for one in broker["replicas"]}
 
 
+def master(offline: Metamq, zookeeper: str) -> int | None:
+    (broker,) = offline("ha", "status", "-o", "json", "--zookeeper", zookeeper).json
+    return next((one["replica"] for one in broker["replicas"] if one["role"] == "master"), None)
+
+
+def mode(offline: Metamq, zookeeper: str) -> str:
+    (broker,) = offline("ha", "failover", "-o", "json", "--zookeeper", zookeeper).json
+    return str(broker["mode"])
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("failover", ["auto", "manual"])
 def test_a_replica_that_ends_is_told_and_the_other_goes_on(
-    process: Start, offline: Metamq, tmp_path: Path, until: Until
+    process: Start, offline: Metamq, tmp_path: Path, until: Until, failover: str
 ) -> None:
     """A folder of one broker only, as an earlier `metamq up --slaves 0` left it, gets a slave that copies it."""
-    alone = Up(process, tmp_path, "--slaves", 0, *free_ports())
+    environment = {"METAMQ_BROKER_FAILOVER": failover} if failover == "manual" else {}
+    alone = Up(process, tmp_path, "--slaves", 0, *free_ports(), **environment)
     here = ("--zookeeper", alone.zookeeper)
     assert "broker 0 has 1 replica:" in alone.talk
     assert offline("topic", "create", "flights", "--replication", "sync", *here).status == 0
     assert offline("produce", "flights", "a", *here).status == 0
     assert alone.end() == (0, "Stopping.\n")
 
-    running = Up(process, tmp_path, *free_ports())
+    running = Up(process, tmp_path, *free_ports(), **environment)
     here = ("--zookeeper", running.zookeeper)
     until(lambda: in_sync(offline, running.zookeeper) == {0: True, 1: True}, "a slave in sync")
-    master = broker_process(running, 0)
+    former = broker_process(running, 0)
     said = running.process.stdout
     assert said is not None
-    master.kill()
-    assert said.readline() == b"Replica 0, the master, was ended by SIGKILL. The others continue.\n"
-    promote = said.readline().decode().removeprefix("To make a slave the master: metamq ").split()
+    former.kill()
+    ended, follows = said.readline().decode(), said.readline().decode()
+    assert re.fullmatch(r"Replica 0(, the master,)? was ended by SIGKILL\. The others continue\.\n", ended)
     again = said.readline().decode().removeprefix("To start it again: metamq ").split()
-    assert offline(*promote, "--yes", *here).status == 0
+    if failover == "manual":
+        promote = follows.removeprefix("To make a slave the master: metamq ").split()
+        assert offline(*promote, "--yes", *here).status == 0
+    else:
+        assert follows in ("Replica 1 takes over by itself.\n", "Replica 1 is the master.\n")
     assert offline("produce", "flights", "b", *here).status == 0
     read = offline("consume", "flights", "-e", *here)
     assert sorted(read.text.split()) == ["a", "b"]
@@ -147,15 +165,24 @@ def test_a_replica_that_ends_is_told_and_the_other_goes_on(
     by_hand = process(*again, cwd=tmp_path)
     until(lambda: in_sync(offline, running.zookeeper) == {0: True, 1: True}, "the former master in sync")
     broker_process(running, 1).kill()  # the last process of its own: the one started by hand needs ZooKeeper
-    left = b"No replica started here is left; ZooKeeper runs until Ctrl-C.\n"
-    assert said.readline() == b"Replica 1, the master, was ended by SIGKILL. " + left
-    assert said.readline() == b"To make a slave the master: metamq ha promote --broker 0 --slave 0\n"
+    left = "was ended by SIGKILL. No replica started here is left; ZooKeeper runs until Ctrl-C."
+    ended, follows = said.readline().decode(), said.readline().decode()
+    assert ended in (f"Replica 1, the master, {left}\n", f"Replica 1 {left}\n")
+    if failover == "manual":
+        assert follows == "To make a slave the master: metamq ha promote --broker 0 --slave 0\n"
+    else:
+        assert follows in ("Replica 0 takes over by itself.\n", "Replica 0 is the master.\n")
     assert said.readline().startswith(b"To start it again: metamq broker --replica 1 --port ")
+    assert mode(offline, running.zookeeper) == failover
+    if failover == "auto":
+        until(lambda: master(offline, running.zookeeper) == 0, "the replica that was started by hand the master")
     until(lambda: in_sync(offline, running.zookeeper)[0], "the other one in sync")
     by_hand.send_signal(signal.SIGTERM)
     assert by_hand.wait(60) == 0
     assert running.end() == (0, "Stopping.\n")
 
+    if failover == "auto":
+        return
     refused = process("up", "--slaves", 0, *free_ports(), cwd=tmp_path)
     _, talk = refused.communicate(timeout=90)
     assert refused.returncode == 1
@@ -171,7 +198,7 @@ def test_after_its_machine_went_down_it_says_how_to_go_on(
     assert offline("topic", "create", "flights", "--replication", "sync", *here).status == 0
     until(lambda: in_sync(offline, running.zookeeper) == {0: True, 1: True}, "a slave in sync")
     assert offline("produce", "flights", "a", *here).status == 0
-    for child in [broker_process(running, 0), broker_process(running, 1)]:
+    for child in [broker_process(running, 1), broker_process(running, 0)]:  # a slave would take over
         child.kill()
         child.wait(60)
     assert running.end()[0] == 0

@@ -12,7 +12,7 @@ from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConfigError, ConnectError, Fenced
 from metamq.wire.commands import Command, Promote
 from metamq.zk.cluster.failover import Switch
-from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group
+from tests.broker.ha.test_replication import Group, a_sync_topic, metrics, replica_group
 from tests.parts import SLOW_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -95,6 +95,10 @@ def test_the_slave_takes_over_and_nothing_is_lost_or_doubled(group: Group, way: 
     }
     assert switch.cause == causes[way]
     assert switch.is_automatic == (way != "stop")
+    found = metrics(group.replicas[1])
+    assert found["metamq_replication_failover_auto", ""] == 1
+    promotions = [found["metamq_replication_promotions_total", by] for by in ("itself", "asked")]
+    assert promotions == ([0, 1] if way == "stop" else [1, 0])
 
 
 @pytest.mark.parametrize("obstacle", ["manual", "paused"])
@@ -212,3 +216,22 @@ def test_a_late_request_of_a_former_master_that_stopped_is_refused(group: Group)
     with pytest.raises(Fenced, match=f"epoch {before.epoch} has begun meanwhile"):
         asyncio.run(ask())
     assert (group.state().epoch, group.state().master) == (before.epoch, 0)
+
+
+def test_the_pause_against_flapping_counts_switches_from_before_a_restart(group: Group) -> None:
+    group.add_slave()
+    group.wait_insync(0, 1)
+    now, other = 0, 1
+    for _ in range(3):
+        group.lose_master(group.replicas[now].kill, other, master=now)
+        wait_until(lambda other=other: master(group) == other, what="the switch")  # type: ignore[misc]
+        group.replicas[now].start()
+        now, other = other, now
+        group.wait_insync(0, 1, master=now)
+    wait_until(lambda: len(switches(group)) == 3, what="the list of switches")
+    group.replicas[other].restart()
+    group.wait_insync(0, 1, master=now)
+    group.lose_master(group.replicas[now].kill, other, master=now)
+    reason = "a pause against flapping, after 3 automatic switches"
+    wait_until(lambda: group.replication(other)["failover"] == reason, what="the pause")
+    wait_until(lambda: master(group) == other, what="the switch after the pause")
