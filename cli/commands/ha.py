@@ -1,8 +1,9 @@
-"""`metamq ha`: status, wait, promote, remove."""
+"""`metamq ha`: status, wait, promote, remove, failover, pause, resume, history, balance."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import datetime
@@ -33,7 +34,7 @@ from metamq.zk.servers import parse_servers
 
 if TYPE_CHECKING:
     from metamq import Admin
-    from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
+    from metamq.client.admin.admin_model import BrokerReplicas, MasterPlace, PromotionPlan, ReplicaDescription
     from metamq.zk.cluster.failover import Failover
 
 HEADINGS = [
@@ -54,6 +55,7 @@ def ha() -> None:
     metamq ha remove --broker 0 --replica 2
     metamq ha failover --broker 0 auto
     metamq ha history
+    metamq ha balance
     """
 
 
@@ -383,6 +385,52 @@ def history(broker_id: int | None, output: str) -> None:
         for number, one in switches
     ]
     print_table(HISTORY_HEADINGS, rows)
+
+
+@ha.command()
+@YES
+@TEXT_OR_JSON
+def balance(yes: bool, output: str) -> None:
+    """Spread the masters over the hosts, as evenly as the replicas that are in sync allow.
+
+    Each master that moves hands over: nothing is lost. The masters also become the preferred replicas. So with failover
+    auto they return by themselves, two minutes after they are in sync again. A broker id without a master that answers
+    is left out. After an error run the command again.
+
+    \b
+    metamq ha balance
+    metamq ha balance --yes
+    """
+    with current().admin() as admin:
+        places = admin.plan_balance()
+        moving = [place for place in places if place.moves]
+        if moving:
+            confirm(_balance_lines(places), yes=yes)
+        for place in places:
+            admin.set_failover(place.broker_id, preferred=place.replica)
+        for done, place in enumerate(moving, start=1):
+            epoch = admin.promote(place.broker_id, place.replica)
+            what = f"Replica {place.replica} at {place.host} is the master of broker {place.broker_id}, epoch {epoch}"
+            say(f"{what} ({done} of {len(moving)}).")
+    if output == "json":
+        print_json([asdict(place) for place in places])
+    else:
+        say(f"Masters: {_spread(place.host for place in places)}.")
+
+
+def _balance_lines(places: list[MasterPlace]) -> list[str]:
+    lines = [
+        f"Broker {one.broker_id}: the master moves from replica {one.former} at {one.former_host} to replica "
+        f"{one.replica} at {one.host}."
+        for one in places
+        if one.moves
+    ]
+    now, then = _spread(one.former_host for one in places), _spread(one.host for one in places)
+    return [*lines, f"Masters now: {now}. Then: {then}."]
+
+
+def _spread(hosts: Iterable[str]) -> str:
+    return ", ".join(f"{masters} at {host}" for host, masters in sorted(Counter(hosts).items())) or count(0, "broker")
 
 
 def _plan_lines(plan: PromotionPlan, accept_loss: bool) -> list[str]:

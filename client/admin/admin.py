@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         GroupDescription,
         GroupExplanation,
         GroupSummary,
+        MasterPlace,
         OffsetReset,
         OpenBranches,
         PromotionPlan,
@@ -214,6 +215,14 @@ class Admin:
         Raises ConfigError for an unknown broker id or a wrong value.
         """
         return self._call(admin_failover.set_failover, broker_id, mode, paused, preferred)
+
+    def plan_balance(self) -> list[MasterPlace]:
+        """Returns, for each broker id whose master answers, the replica that should be the master.
+
+        Masters are spread over hosts as evenly as the replicas that are in sync allow, and as few as possible move.
+        To carry it out, call set_failover(preferred=...) and promote() for each: `metamq ha balance` does so.
+        """
+        return self._call(admin_replicas.plan_balance)
 
     def plan_removal(self, broker_id: int, replica: int | None = None) -> RemovalPlan:
         """Returns the effects of remove_broker(), or of remove_replica() with a replica. Raises like these methods."""

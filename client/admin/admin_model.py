@@ -293,6 +293,22 @@ class BrokerReplicas:
 
 
 @dataclass(frozen=True, slots=True)
+class MasterPlace:
+    """The master that a broker id has, and the one that it should have. They are the same if it does not move."""
+
+    broker_id: int
+    former: int
+    former_host: str
+    replica: int
+    host: str
+
+    @property
+    def moves(self) -> bool:
+        """True if another replica should be the master."""
+        return self.replica != self.former
+
+
+@dataclass(frozen=True, slots=True)
 class PromotionPlan:
     """The effects of a promotion. `lost`: messages by topic that the slave lacks; None if that cannot be known.
 

@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from metamq.client.admin import balance
 from metamq.client.admin.admin_failover import successor_of
 from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.client.admin.promotion_plan import Has, Loss, loss_of
@@ -20,6 +21,7 @@ from metamq.zk.cluster.failover import read_failover
 from metamq.zk.cluster.replicas import slaves_of
 
 if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import MasterPlace
     from metamq.client.net.cluster import ClusterClient
     from metamq.client.net.transport import BrokerConnection
     from metamq.zk.cluster.registrations import BrokerAddress
@@ -33,6 +35,11 @@ async def describe_replicas(cluster: ClusterClient) -> dict[int, BrokerReplicas]
     """Returns every broker id's replicas, in order, also without an answer of the broker. Raises ConnectionLost."""
     described = await asyncio.gather(*(describe_broker(cluster, number) for number in await cluster.broker_ids()))
     return {one.broker_id: one for one in described if one is not None}
+
+
+async def plan_balance(cluster: ClusterClient) -> list[MasterPlace]:
+    """Returns the place of each master. See Admin.plan_balance."""
+    return balance.plan_balance(await describe_replicas(cluster))
 
 
 async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerReplicas | None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         GroupDescription,
         GroupExplanation,
         GroupSummary,
+        MasterPlace,
         OffsetReset,
         OpenBranches,
         PromotionPlan,
@@ -152,6 +153,10 @@ class Admin:
     ) -> Failover:
         """See metamq.Admin.set_failover."""
         return await self._core.call(admin_failover.set_failover, broker_id, mode, paused, preferred)
+
+    async def plan_balance(self) -> list[MasterPlace]:
+        """See metamq.Admin.plan_balance."""
+        return await self._core.call(admin_replicas.plan_balance)
 
     async def plan_removal(self, broker_id: int, replica: int | None = None) -> RemovalPlan:
         """See metamq.Admin.plan_removal."""

@@ -389,3 +389,24 @@ def test_failover_is_set_paused_and_shown_and_each_switch_is_in_the_history(ha: 
     assert (last["was"], last["now"], last["cause"]) == (master, 1 - master, "an operator's command")
     assert "an operator's command" in ha("history").text
     ha("failover", "--broker", 0, "manual", "--preferred", -1)
+
+
+@pytest.mark.slow
+def test_balance_spreads_masters_over_hosts_and_prefers_them(offline: Metamq) -> None:
+    with cluster(brokers=2, host="127.0.0.11", session_timeout_ms=3000) as running, running.admin() as admin:
+        for broker_id in (0, 1):
+            running.add_slave(broker_id, host="127.0.0.12")
+        replicas = lambda: [one for broker in admin.replicas().values() for one in broker.replicas]  # noqa: E731
+        wait_until(lambda: [one.holds_all for one in replicas()] == [True] * 4, what="all in sync")
+        here = ("--zookeeper", running.zookeeper)
+        asked = offline("ha", "balance", *here)
+        assert asked.status == 1
+        assert "Broker 0: the master moves from replica 0 at 127.0.0.11 to replica 1 at 127.0.0.12." in asked.talk
+        assert "Masters now: 2 at 127.0.0.11. Then: 1 at 127.0.0.11, 1 at 127.0.0.12." in asked.talk
+        assert "Nothing was done." in asked.talk
+        places = offline("ha", "balance", "--yes", "-o", "json", *here).json
+        assert [(one["broker_id"], one["replica"]) for one in places] == [(0, 1), (1, 0)]
+        assert [one.replica for one in replicas() if one.role == "master"] == [1, 0]
+        assert [admin.failover(broker_id).preferred for broker_id in (0, 1)] == [1, 0]
+        again = offline("ha", "balance", *here)
+        assert (again.status, again.talk) == (0, "Masters: 1 at 127.0.0.11, 1 at 127.0.0.12.\n")
