@@ -1,7 +1,8 @@
 """The topics of a broker: opens logs by their configuration.
 
 The configuration in ZooKeeper is the only source. If ZooKeeper does not have the topic id of a folder, the topic was
-deleted, or deleted and made again while this broker was down. The folder is removed and never served again.
+deleted, or deleted and made again while this broker was down. The folder is removed and never served again. If an older
+ZooKeeper has forgotten the topic (metamq.broker.data.kept_topics), it is not served, and the folder stays.
 
 Making, moving and removing folders waits for the disk, so threads do it; one thread is for removals, which may take
 long. The threads only know the folder. The loop opens a log afterwards, and closes it before.
@@ -63,7 +64,7 @@ def log_config(config: TopicConfig, archive_folder: Path) -> LogConfig:
     )
 
 
-NONE: Mapping[str, MetamqError] = {}
+NOTHING_KEPT: Mapping[str, MetamqError] = {}
 THREADS = 3
 """Number of threads: one may remove a topic for long, and one the files of an emptied log."""
 RETRY_S = 1.0
@@ -106,6 +107,8 @@ class Topics:
         self.unlisted: dict[str, MetamqError] = {}
         """Topics with more partitions in the folder than ZooKeeper lists: it was restored from an older copy."""
         self._changing = asyncio.Lock()
+        self._is_clean = True
+        """False if a partition that is not listed any more was not closed cleanly."""
         self._unreadable: dict[str, MetamqError] = {}
         """Topics whose configuration in ZooKeeper cannot be read or used, or needs more space than the disk has."""
 
@@ -113,7 +116,8 @@ class Topics:
         """The partition. Raises TopicNotFound (also if the topic was made again), PartitionNotFound."""
         config = self._configs.get(topic)
         if config is None:
-            raise TopicNotFound(topic)
+            reason = self._unreadable.get(topic)
+            raise TopicNotFound(topic, hint=None if reason is None else f"This broker may have it: {reason}")
         if topic_id != config.id:
             raise TopicNotFound.made_anew(topic, config.id, topic_id)
         partition = self.open[topic].get(index)
@@ -220,7 +224,7 @@ class Topics:
         self,
         configs: Mapping[str, TopicConfig],
         unreadable: Mapping[str, MetamqError],
-        kept: Mapping[str, MetamqError] = NONE,
+        kept: Mapping[str, MetamqError] = NOTHING_KEPT,
     ) -> None:
         """Makes the open logs match the configuration: opens, enlarges, reconfigures; removes, a little later.
 
@@ -230,14 +234,21 @@ class Topics:
         has, affects only its own topic. Raises StorageError if the disk fails.
         """
         async with self._changing:
+            before = self._unreadable
+            self._unreadable = {**before, **kept}  # from here on is_gone() must not take a closed topic for deleted
             for topic in kept.keys() & self._configs.keys():
                 del self._configs[topic]
+                for index in sorted(self.open[topic], reverse=True)[:-1]:
+                    self._close(topic, index)
+                    await asyncio.sleep(0)  # each close waits for the disk
                 self._close(topic)
-            await self._apply(configs, {**unreadable, **kept}, kept)
+            await self._apply(configs, {**unreadable, **kept})
+            for topic, problem in self._unreadable.items():
+                if str(before.get(topic)) != str(problem):
+                    state = "is not served, and keeps its folder" if topic in kept else "stays unchanged"
+                    log.error("topic %s %s: %s", topic, state, problem)
 
-    async def _apply(
-        self, configs: Mapping[str, TopicConfig], unreadable: dict[str, MetamqError], kept: Mapping[str, MetamqError]
-    ) -> None:
+    async def _apply(self, configs: Mapping[str, TopicConfig], unreadable: dict[str, MetamqError]) -> None:
         for topic, old in list(self._configs.items()):
             if topic not in unreadable and (topic not in configs or configs[topic].id != old.id):
                 self._remove(topic)
@@ -247,10 +258,6 @@ class Topics:
                     await self._apply_one(topic, config)
                 except (ConfigError, DiskFull) as error:  # the retention of other topics may free space
                     unreadable[topic] = error
-        for topic, problem in unreadable.items():
-            if str(self._unreadable.get(topic)) != str(problem):
-                state = "is not served, and keeps its folder" if topic in kept else "stays unchanged"
-                log.error("topic %s %s: %s", topic, state, problem)
         self._unreadable = unreadable
         wanted = {(config.topic, config.id) for config in self._configs.values()}
         wanted |= {(folder.topic, folder.topic_id) for folder in self._folder.topics() if folder.topic in unreadable}
@@ -371,7 +378,8 @@ class Topics:
         for index in [index for index in indexed if index >= first]:
             partition = indexed.pop(index)
             self.closing(partition)
-            self._was_closed(partition, TopicNotFound(topic), clean=clean)
+            error = PartitionNotFound(topic, partition_name(self._broker_id, index)) if first else TopicNotFound(topic)
+            self._is_clean &= self._close_log(partition, error, clean) or not clean
         if not first:
             del self.open[topic]
 
@@ -380,14 +388,14 @@ class Topics:
 
         Returns True if all logs were closed cleanly, and none was closed earlier because of damage.
         """
-        all_clean = clean
+        all_clean = clean and self._is_clean
         for partition in self.partitions():
-            all_clean &= self._was_closed(partition, error, clean=clean)
+            all_clean &= self._close_log(partition, error, clean)
         self._executor.shutdown(wait=True)
         return all_clean
 
     @staticmethod
-    def _was_closed(partition: Partition, error: MetamqError, *, clean: bool) -> bool:
+    def _close_log(partition: Partition, error: MetamqError, clean: bool) -> bool:
         """Closes a partition; returns False if damage has closed it before, or if its next open must recover it."""
         if partition.closed_by is not None:
             return False

@@ -50,7 +50,7 @@ class BehindTimes:
             self._lacks[link.member] = _Lack(since)
 
     def forget_partition(self, partition: Partition) -> None:
-        """Forgets a partition that was closed: its topic was deleted."""
+        """Forgets a partition that was closed: ZooKeeper does not list it any more."""
         self._missing_since = {key: since for key, since in self._missing_since.items() if key[1] is not partition}
 
     def keep_only(self, members: Collection[Member]) -> None:

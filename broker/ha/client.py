@@ -201,7 +201,7 @@ class HAClient:
             self._link.attach([partition])
 
     def closed(self, partition: Partition) -> None:
-        """Detaches a partition that was closed here: its topic was deleted."""
+        """Detaches a partition that was closed here: ZooKeeper does not list it any more."""
         self.readable.discard(partition)
         if self._link is not None:
             self._link.detach(partition)

@@ -139,7 +139,7 @@ class HAService:
         log.warning("no slave is added to the in-sync set that was not in it before a log was damaged here")
 
     def closed_partition(self, partition: Partition) -> None:
-        """Detaches a partition that was closed: its topic was deleted."""
+        """Detaches a partition that was closed: ZooKeeper does not list it any more."""
         self._behind.forget_partition(partition)
         for link in self.links.values():
             place = link.places.get(partition)

@@ -57,6 +57,8 @@ log = logging.getLogger("metamq.broker")
 RETRY_S = 0.5
 RECORD_ATTEMPTS = 20
 UNPUBLISHED = 0, -1
+CLOCK_SKEW_S_MAX = 60.0
+"""A switch that is listed further in the future than this does not count for the pause."""
 CAUSE_CHARS_MAX = 200
 RESIGN_S = 5.0
 """Seconds that a master that stops spends on its successor."""
@@ -182,9 +184,9 @@ class Successor:
         """Notes the time of new automatic switches. For those before the start of this process the history tells it."""
         seen = {}
         for one in failover.switches:
-            ago_s = 0.0 if self._seen is not None else max(time.time() - one.at_ms / 1000, 0.0)
-            if one.is_automatic:
-                seen[one.epoch] = (self._seen or {}).get(one.epoch, now - ago_s)
+            ago_s = 0.0 if self._seen is not None else time.time() - one.at_ms / 1000
+            if one.is_automatic and ago_s > -CLOCK_SKEW_S_MAX:
+                seen[one.epoch] = (self._seen or {}).get(one.epoch, now - max(ago_s, 0.0))
         self._seen = seen
 
     def begin_mode(self) -> None:

@@ -403,28 +403,28 @@ def balance(yes: bool, output: str) -> None:
     """
     with current().admin() as admin:
         places = admin.plan_balance()
-        moving = [place for place in places if place.moves]
-        if moving:
-            confirm(_balance_lines(places), yes=yes)
-        for place in places:
+        changing = [one for one in places if one.moves or admin.failover(one.broker_id).preferred != one.replica]
+        if changing:
+            confirm(_balance_lines(places, changing), yes=yes)
+        for done, place in enumerate(changing, start=1):
+            if place.moves:
+                admin.promote(place.broker_id, place.replica)
+            # Not before: with failover auto the preferred replica would take over by itself.
             admin.set_failover(place.broker_id, preferred=place.replica)
-        for done, place in enumerate(moving, start=1):
-            epoch = admin.promote(place.broker_id, place.replica)
-            what = f"Replica {place.replica} at {place.host} is the master of broker {place.broker_id}, epoch {epoch}"
-            say(f"{what} ({done} of {len(moving)}).")
+            what = f"Replica {place.replica} at {place.host} is the master of broker {place.broker_id}, and preferred"
+            say(f"{what} ({done} of {len(changing)}).")
     if output == "json":
         print_json([asdict(place) for place in places])
     else:
         say(f"Masters: {_spread(place.host for place in places)}.")
 
 
-def _balance_lines(places: list[MasterPlace]) -> list[str]:
-    lines = [
-        f"Broker {one.broker_id}: the master moves from replica {one.former} at {one.former_host} to replica "
-        f"{one.replica} at {one.host}."
-        for one in places
-        if one.moves
-    ]
+def _balance_lines(places: list[MasterPlace], changing: list[MasterPlace]) -> list[str]:
+    lines = []
+    for one in changing:
+        where = f"replica {one.replica} at {one.host}"
+        moves = f"the master moves from replica {one.former} at {one.former_host} to {where}, which becomes preferred"
+        lines.append(f"Broker {one.broker_id}: {moves if one.moves else f'{where}, its master, becomes preferred'}.")
     now, then = _spread(one.former_host for one in places), _spread(one.host for one in places)
     return [*lines, f"Masters now: {now}. Then: {then}."]
 

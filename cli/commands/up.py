@@ -224,7 +224,7 @@ def _replicas(
     signals: StopSignals,
 ) -> Iterator[Replicas]:
     given = current()
-    replicas = Replicas(zookeeper, given.root_path(), given.config, takes_over=not settings.failover)
+    replicas = Replicas(zookeeper, given.root_path(), given.config, is_auto=not settings.failover)
     try:
         replicas.start(_places(folder, slaves, *ports), folder, lock)
         replicas.wait_ready(signals.check)

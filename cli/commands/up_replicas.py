@@ -1,6 +1,7 @@
 """The broker of `metamq up`: a process for each replica, and the messages when one of them ends.
 
-If a replica ends, the command reports it and the others continue. If it was the master, a slave takes over by itself.
+If a replica ends, the command reports it and the others continue. If it was the master, a slave takes over by itself,
+unless the mode of failover is manual.
 The roles are not stored here: they are in ZooKeeper, and may change at any time. Replicas that a user started by hand
 are not stored either. So ZooKeeper keeps running when no process started here is left. Only the end of a broker without
 slaves ends the command.
@@ -187,15 +188,15 @@ class ReplicaProcess:
 class Replicas:
     """All replicas of the broker, from `start` to `stop`."""
 
-    def __init__(self, zookeeper: str, root: str, config: str | None, *, takes_over: bool) -> None:
-        """`takes_over`: the mode of failover is auto, if the broker id has none yet."""
+    def __init__(self, zookeeper: str, root: str, config: str | None, *, is_auto: bool) -> None:
+        """`is_auto`: the mode of failover is auto, if the broker id has none yet."""
         self.members: list[ReplicaProcess] = []
         self._zookeeper = zookeeper
         self._root = root
         self._settings = [] if root == DEFAULT_ROOT else [f"--root={root}"]
         if config:
             self._settings.append(f"--config={config}")
-        if takes_over:
+        if is_auto:
             self._settings.append("--failover=auto")
 
     def start(self, places: list[ReplicaPlace], folder: Path, lock: int) -> None:
@@ -249,10 +250,10 @@ class Replicas:
         say(f"{what} {ended.how_it_ended()}. {effect}", fg="yellow")
         if not ended.was_killed():
             say(error.hint)
-        if broker is not None and master != ended.number:
-            say(f"Replica {master} is the master.")
-        elif broker is not None:
+        if broker is not None and master == ended.number:
             say(_succession(broker))
+        elif master is not None:
+            say(f"Replica {master} is the master.")
         say(f"To start it again: {ended.command()}")
 
     def end(self) -> None:

@@ -47,7 +47,8 @@ def failover_faults(broker: BrokerReplicas, recent_switches: int) -> list[Findin
         hint = f"After the maintenance: `metamq ha resume --broker {broker.broker_id}`."
         found.append(Finding(what, "warning", "automatic failover is paused", hint))
     if broker.failover == "unknown":
-        hint = f"Set it again: `metamq ha failover --broker {broker.broker_id} auto`."
+        hint = "Delete this node with ZooKeeper's own client. Then set the mode again: "
+        hint += f"`metamq ha failover --broker {broker.broker_id} auto`."
         found.append(Finding(what, "problem", f"the mode of failover cannot be read: {broker.no_successor}", hint))
     if recent_switches >= FLAPPING:
         detail = f"its master has changed by itself {recent_switches} times in {RECENT_MS // 60_000} minutes"

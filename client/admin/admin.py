@@ -219,7 +219,7 @@ class Admin:
     def plan_balance(self) -> list[MasterPlace]:
         """Returns, for each broker id whose master answers, the replica that should be the master.
 
-        Masters are spread over hosts as evenly as the replicas that are in sync allow, and as few as possible move.
+        Masters are spread over hosts as evenly as the replicas that are in sync allow, and few of them move.
         To carry it out, call set_failover(preferred=...) and promote() for each: `metamq ha balance` does so.
         """
         return self._call(admin_replicas.plan_balance)

@@ -98,8 +98,8 @@ class DecisionStore:
             return decision
 
     async def fence(self, sink: str, owner: SinkOwner, batch_id: int, attempts: Iterable[str]) -> Decision | None:
-        """Returns the decision about a batch; None: there is none, and nobody can make one with these attempts, also
-        not a commit that still runs.
+        """Returns the decision about a batch; None: there is none, and no later request can decide for these attempts.
+        This includes a commit that still runs.
 
         Raises NotOurs.
         """

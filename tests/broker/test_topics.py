@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from metamq.broker.data.made_partitions import MadePartitions
 from metamq.broker.data.topics import Topics
 from metamq.broker.log.disk.files import FileCache
 from metamq.broker.log.fresh import set_aside
-from metamq.errors import ClosedError, CorruptData, DiskFull, PartitionNotFound
+from metamq.errors import ClosedError, ConfigError, CorruptData, DiskFull, PartitionNotFound, TopicNotFound
 from metamq.zk.cluster.topics import TopicConfig
 
 
@@ -122,3 +123,53 @@ def test_a_damaged_log_is_moved_away_once_however_often_the_new_one_finds_no_roo
 
     asyncio.run(run())
     assert len(list((tmp_path / "topics").glob("*/1.damaged-*"))) == 1
+
+
+def test_what_zookeeper_has_forgotten_is_closed_kept_and_opened_again(tmp_path: Path) -> None:
+    """Nobody takes it for deleted meanwhile, also while other topics are made."""
+    reason = ConfigError("ZooKeeper does not list topic 't'")
+    config, other = TopicConfig("t", {0: 2}), TopicConfig("other", {0: 1})
+
+    async def run() -> None:
+        topics = Topics(0, DataFolder.open(tmp_path, 0), FileCache())
+        await topics.apply({"t": config}, {})
+        former = topics.find("t", config.id, 1)
+        gone: list[bool] = []
+        closing: list[tuple[int, bool]] = []
+        made = topics._made
+        topics.closing = lambda partition: closing.append((partition.index, topics.is_gone("t", config.id)))
+
+        async def slow(*arguments: Any) -> Any:
+            await asyncio.sleep(0.01)
+            gone.append(topics.is_gone("t", config.id))
+            return await made(*arguments)
+
+        topics._made = slow  # type: ignore[method-assign]
+        await topics.apply({"other": other}, {}, {"t": reason})
+        assert closing == [(1, False), (0, False)]
+        assert gone == [False]
+        assert isinstance(former.closed_by, PartitionNotFound)
+        with pytest.raises(TopicNotFound, match=r"does not exist\. This broker may have it: ZooKeeper does not list"):
+            topics.find("t", config.id, 0)
+        await topics.apply({"t": config, "other": other}, {})
+        assert topics.find("t", config.id, 1) is not former
+        assert topics.close(ClosedError("broker"))
+
+    asyncio.run(run())
+
+
+def test_partitions_that_are_not_listed_any_more_are_closed_and_come_back(tmp_path: Path) -> None:
+    two = TopicConfig("t", {0: 2})
+
+    async def run() -> None:
+        topics = Topics(0, DataFolder.open(tmp_path, 0), FileCache())
+        await topics.apply({"t": two}, {})
+        await topics.apply({"t": replace(two, partitions={0: 1})}, {})
+        with pytest.raises(PartitionNotFound):
+            topics.find("t", two.id, 1)
+        assert [partition.index for partition in topics.partitions()] == [0]
+        await topics.apply({"t": two}, {})
+        assert topics.find("t", two.id, 1).closed_by is None
+        topics.close(ClosedError("broker"))
+
+    asyncio.run(run())

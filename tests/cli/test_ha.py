@@ -393,7 +393,8 @@ def test_failover_is_set_paused_and_shown_and_each_switch_is_in_the_history(ha: 
 
 @pytest.mark.slow
 def test_balance_spreads_masters_over_hosts_and_prefers_them(offline: Metamq) -> None:
-    with cluster(brokers=2, host="127.0.0.11", session_timeout_ms=3000) as running, running.admin() as admin:
+    settings: dict[str, Any] = {"host": "127.0.0.11", "session_timeout_ms": 3000, "failover": "auto"}
+    with cluster(brokers=2, **settings) as running, running.admin() as admin:
         for broker_id in (0, 1):
             running.add_slave(broker_id, host="127.0.0.12")
         replicas = lambda: [one for broker in admin.replicas().values() for one in broker.replicas]  # noqa: E731
@@ -401,7 +402,9 @@ def test_balance_spreads_masters_over_hosts_and_prefers_them(offline: Metamq) ->
         here = ("--zookeeper", running.zookeeper)
         asked = offline("ha", "balance", *here)
         assert asked.status == 1
-        assert "Broker 0: the master moves from replica 0 at 127.0.0.11 to replica 1 at 127.0.0.12." in asked.talk
+        moves = "Broker 0: the master moves from replica 0 at 127.0.0.11 to replica 1 at 127.0.0.12, which becomes"
+        assert moves in asked.talk
+        assert "Broker 1: replica 0 at 127.0.0.11, its master, becomes preferred." in asked.talk
         assert "Masters now: 2 at 127.0.0.11. Then: 1 at 127.0.0.11, 1 at 127.0.0.12." in asked.talk
         assert "Nothing was done." in asked.talk
         places = offline("ha", "balance", "--yes", "-o", "json", *here).json

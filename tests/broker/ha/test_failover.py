@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConfigError, ConnectError, Fenced
 from metamq.wire.commands import Command, Promote
-from metamq.zk.cluster.failover import Switch
+from metamq.zk.cluster.failover import Failover, Switch, change_failover
+from metamq.zk.session.session import Session
 from tests.broker.ha.test_replication import Group, a_sync_topic, metrics, replica_group
 from tests.parts import SLOW_S, wait_until
 
@@ -221,17 +224,18 @@ def test_a_late_request_of_a_former_master_that_stopped_is_refused(group: Group)
 def test_the_pause_against_flapping_counts_switches_from_before_a_restart(group: Group) -> None:
     group.add_slave()
     group.wait_insync(0, 1)
-    now, other = 0, 1
-    for _ in range(3):
-        group.lose_master(group.replicas[now].kill, other, master=now)
-        wait_until(lambda other=other: master(group) == other, what="the switch")  # type: ignore[misc]
-        group.replicas[now].start()
-        now, other = other, now
-        group.wait_insync(0, 1, master=now)
-    wait_until(lambda: len(switches(group)) == 3, what="the list of switches")
-    group.replicas[other].restart()
-    group.wait_insync(0, 1, master=now)
-    group.lose_master(group.replicas[now].kill, other, master=now)
-    reason = "a pause against flapping, after 3 automatic switches"
-    wait_until(lambda: group.replication(other)["failover"] == reason, what="the pause")
-    wait_until(lambda: master(group) == other, what="the switch after the pause")
+
+    def with_many(stored: Failover) -> Failover:
+        now_ms = round(time.time() * 1000)
+        return replace(stored, switches=tuple(Switch(epoch, "x", 0, 1, now_ms, 1, True) for epoch in range(1, 9)))
+
+    async def change() -> None:
+        async with await Session.open(group.cluster.zookeeper, connect_timeout_s=SLOW_S) as session:
+            await change_failover(session, 0, with_many)
+
+    asyncio.run(change())
+    group.replicas[1].restart()
+    group.lose_master(group.replicas[0].kill, 1)
+    reason = "a pause against flapping, after 8 automatic switches"
+    wait_until(lambda: group.replication(1)["failover"] == reason, what="the pause")
+    assert master(group) == 0
