@@ -400,20 +400,17 @@ class TransactionalCommandProcessor:
                 for place in {body.place.key for body in branch.bodies}:
                     self._check_served(*place)
             term.journal.admit(branch.bytes if promises else 0)
-        except (NotEnoughReplicas, CorruptData, DiskFull, TopicNotFound) as error:
+        except (NotEnoughReplicas, CorruptData, DiskFull) as error:
             raise TryLater(branch.xid, XACode.RETRY, str(error)) from error
         if verb is Verb.PREPARE:  # counted at once, so that branches prepared before the next tick fit, too
             self.figures = self.figures._replace(promised_bytes=self.figures.promised_bytes + branch.bytes)
 
     def _check_served(self, topic: str, topic_id: str, index: int) -> None:
-        """Raises CorruptData if a partition is damaged: a commit must wait for a replica that has it intact. Raises
-        TopicNotFound if it is not served, and was not deleted either."""
+        """Raises CorruptData if a partition is damaged: a commit must wait for a replica that has it intact."""
         try:
             damage = self._topics.find(topic, topic_id, index).closed_by
         except TopicNotFound:
-            if self._topics.is_gone(topic, topic_id):
-                return
-            raise
+            return
         if isinstance(damage, CorruptData):
             raise damage.with_traceback(None)
 

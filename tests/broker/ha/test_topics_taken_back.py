@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from metamq.errors import TryLater
 from metamq.testing import BrokerProcess, cluster
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests.broker.ha.test_replication import SESSION_MS, Group, replica_group
 from tests.broker.ha.test_taken_back import Copy
-from tests.parts import http_get, read_topic, until_answered, wait_until
+from tests.parts import http_get, read_topic, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 METAMQ = [sys.executable, "-m", "metamq.cli"]
@@ -182,23 +181,3 @@ def test_a_slave_that_restarts_comes_into_sync_with_a_master_that_did_not(group:
         producer.send("yesterday", b"more", partition="0-0").result(60)
     group.wait_equal(0, 1)
     assert master.running
-
-
-def test_a_prepared_transaction_waits_for_the_topic(group: Group) -> None:
-    """Its commit is refused for now, and neither committed without the topic's messages nor forgotten."""
-    copy = Copy(group)
-    group.cluster.create_topic("today", 1)
-    with group.cluster.producer() as producer:
-        xid = producer.xid(1, "order-1", "mq")
-        producer.tpc_begin(xid)
-        producer.send("today", b"prepared", partition="0-0")
-        producer.tpc_prepare()
-    put_back(group, copy, is_down=False)
-    wait_told(group.cluster.broker, "today")
-    with group.cluster.admin() as admin:
-        if admin.replicas()[0].taken_back:
-            group.promote(0, accept_loss=True)
-        (branch,) = until_answered(lambda: admin.transactions().branches)
-        with pytest.raises(TryLater, match=r"topic 'today' does not exist\. This broker may have it"):
-            admin.commit_branch(branch.xid, 0)
-        assert [one.state for one in admin.transactions().branches] == ["prepared"]
