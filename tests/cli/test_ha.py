@@ -16,7 +16,7 @@ import pytest
 from metamq import aio
 from metamq.cli.context import Globals
 from metamq.cli.show.units import show_bytes
-from metamq.client.admin.admin_model import PromotionPlan
+from metamq.client.admin.admin_model import PromotionPlan, ReplicaDescription
 from metamq.errors import Fenced
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.cluster.epochs import next_epoch
@@ -397,7 +397,10 @@ def test_balance_spreads_masters_over_hosts_and_prefers_them(offline: Metamq) ->
     with cluster(brokers=2, **settings) as running, running.admin() as admin:
         for broker_id in (0, 1):
             running.add_slave(broker_id, host="127.0.0.12")
-        replicas = lambda: [one for broker in admin.replicas().values() for one in broker.replicas]  # noqa: E731
+
+        def replicas() -> list[ReplicaDescription]:
+            return [one for broker in admin.replicas().values() for one in broker.replicas]
+
         wait_until(lambda: [one.holds_all for one in replicas()] == [True] * 4, what="all in sync")
         here = ("--zookeeper", running.zookeeper)
         asked = offline("ha", "balance", *here)

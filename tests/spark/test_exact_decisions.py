@@ -178,12 +178,17 @@ def test_an_abort_before_the_decision_rolls_back_and_the_batch_can_be_written(
     check(two, topic, sink, texts(0, 9))
 
 
+def about_to_commit(two: Cluster, topic: str, sink: str) -> tuple[Driver, Attempts]:
+    """A driver whose tasks have written batch 0."""
+    driver = Driver(two, topic, sink)
+    return driver, driver.write(0, texts(0, 9))
+
+
 def test_what_is_under_way_when_a_batch_is_aborted_decides_nothing_any_more(
     two: Cluster, topic: str, sink: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer to the decision's request is lost, and the request arrives after the abort."""
-    driver = Driver(two, topic, sink)
-    attempts = driver.write(0, texts(0, 9))
+    driver, attempts = about_to_commit(two, topic, sink)
     committer = driver.committer()
     session = driver.client.cluster.session
     late: list[Any] = []
@@ -206,8 +211,7 @@ def test_a_commit_that_still_runs_when_its_batch_is_aborted_decides_nothing(
     two: Cluster, topic: str, sink: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request is refused, and it reads the sink's node again."""
-    driver = Driver(two, topic, sink)
-    attempts = driver.write(0, texts(0, 9))
+    driver, attempts = about_to_commit(two, topic, sink)
     session = driver.client.cluster.session
     multi = session.multi
 
