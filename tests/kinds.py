@@ -7,7 +7,6 @@ process fails, so that a reference that is not seen here is noticed.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -150,7 +149,7 @@ def _callables(things: Iterable[object]) -> Iterator[Callable[..., Any]]:
             yield from _callables([thing.__func__])
         elif isinstance(thing, functools.partial):
             yield from _callables([thing.func])
-        elif inner := [found for name in WRAPPED if (found := inspect.getattr_static(thing, name, None)) is not None]:
+        elif (own := getattr(thing, "__dict__", None)) and (inner := [own[name] for name in WRAPPED if name in own]):
             yield from _callables(inner[:1])
         elif isinstance(thing, FunctionType):
             yield thing

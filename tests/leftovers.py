@@ -78,12 +78,14 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def check(before: set[threading.Thread | int]) -> None:
     """Fails where anything is left that was not there before."""
     gc.collect()
-    deadline = time.monotonic() + LIMIT_S
+    waited, deadline = False, time.monotonic() + LIMIT_S
     while left := {one for one in alive() - before - _of_the_session if _command(one) not in _servers_of_the_session}:
         if time.monotonic() > deadline:
             raise AssertionError(f"this module's tests have left behind: {', '.join(map(_name, left))}")
+        waited = True
         time.sleep(0.01)
-    gc.collect()
+    if waited:
+        gc.collect()
 
 
 def _name(one: threading.Thread | int) -> str:

@@ -19,7 +19,7 @@ from metamq.wire.limits import FRAME_BYTES_MAX
 
 BODY = random.Random(17).randbytes(5 * WAKE_BYTES + 12_345)
 GREETING = HelloReply(1, 0, 5, 4_000_000, 16_000_000, FRAME_BYTES_MAX, "metamq test")
-PAUSE_S = 0.02
+PAUSE_S = 0.005
 """Between pieces: long enough for the client to read what is there and to wait again."""
 
 
