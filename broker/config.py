@@ -42,13 +42,13 @@ class BrokerConfig:
     session_timeout_ms: int = 10_000
     """ZooKeeper session time-out: a dead broker stays registered this long."""
     disk_reserve_bytes: int = 256 * MEBIBYTE
-    """Writes are refused below this much free disk; reads and retention continue."""
+    """The broker refuses writes if less than this is free on the disk; reads and retention continue."""
     retention_check_s: float = 30.0
     """Seconds between two rounds of retention, checkpoints and checks of the free disk space."""
     failover: str = ""
     """auto or manual: the mode of this broker id if it has none yet. Later `metamq ha failover` changes it."""
     failover_pause_max_ms: int = 120_000
-    """The longest pause between automatic switches of masters. It doubles from 2 s with each switch of ten minutes."""
+    """The longest pause between automatic switches of masters. It doubles from 2 s with each switch in ten minutes."""
     insync_lag_ms: int = 5_000
     """A slave that delays the master's acknowledgements this long leaves the in-sync set."""
     far_behind_bytes: int = 1024 * MEBIBYTE

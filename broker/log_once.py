@@ -1,4 +1,4 @@
-"""Logs a problem that comes again and again once: at its start, when its reason changes, and at its end."""
+"""Logs a repeated problem only at its start, when its reason changes, and at its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LogOnce:
         self._logged: tuple[str, str] | None = None
 
     def failed(self, what: str, error: MetamqError) -> None:
-        """Logs a failure, unless it is the one before again."""
+        """Logs a failure, unless it repeats the one before."""
         # The free space in the text of DiskFull differs each time: the reason is the same.
         reason = what, type(error).__name__ if isinstance(error, DiskFull) else str(error)
         if reason != self._logged:

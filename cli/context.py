@@ -51,7 +51,7 @@ class Globals:
         return self.config or os.environ.get(CONFIG_FILE_VARIABLE)
 
     def client(self) -> dict[str, Any]:
-        """Returns the arguments of a Producer, Consumer or Admin. Raises as look_for_cluster()."""
+        """Returns the arguments of a Producer, Consumer or Admin. Raises the errors of look_for_cluster()."""
         import asyncio  # here, as all slow imports: `metamq --help` needs none
 
         servers, root = self.servers(), self.root_path()

@@ -23,7 +23,7 @@ class StopSignals:
     """Notes SIGINT, SIGTERM and SIGHUP, which then do not end the process; a second Ctrl-C raises KeyboardInterrupt.
 
     Enter it before you start anything that must be stopped. An exception from a signal handler can come between any
-    two steps, also between the start of a process and the note of it. So code that starts processes calls `check` now
+    two steps, even between the start of a process and the note of it. So code that starts processes calls `check` now
     and then, and only code that holds nothing runs `at_once`.
     """
 

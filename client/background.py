@@ -31,7 +31,8 @@ class BackgroundLoop:
     def __init__(self) -> None:
         self.loop = _new_loop()
         self._stopped_by: threading.Thread | None = None
-        """The thread that stopped the loop. Its later calls run the loop in it; daemon threads wait until the end."""
+        """The thread that stopped the loop. Its later calls run the loop in it; calls of daemon threads wait until the
+        process ends."""
         self._thread = threading.Thread(target=self._run, name="metamq", daemon=True)
         start(self._thread)
 

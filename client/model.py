@@ -14,9 +14,9 @@ from metamq.errors import ConfigError
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 TIMESTAMP_US_MIN = 978_307_200_000_000
-"""The start of 2001. Present times in seconds or milliseconds are numbers far below."""
+"""The start of 2001. Present times in seconds or milliseconds are much smaller numbers."""
 TIMESTAMP_US_MAX = 253_402_300_799_999_999
-"""The end of the year 9999, the last of a datetime. Present times in nanoseconds are numbers far above."""
+"""The end of the year 9999, the last of a datetime. Present times in nanoseconds are much larger numbers."""
 
 
 def time_of(timestamp: int) -> datetime:

@@ -42,7 +42,7 @@ VARIABLES = (
 KEYS = ("zookeeper", "root", *SECTIONS)
 """The keys that are allowed at the top level of the file."""
 NEAR = 0.85
-"""The similarity from which on one name counts as a misspelling of another; 1 means that they are equal."""
+"""From this similarity on, one name counts as a misspelling of another. Equal names have 1."""
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}

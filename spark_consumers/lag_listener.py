@@ -18,8 +18,9 @@ class LagListener(StreamingQueryListener):
         spark.streams.addListener(lag)
         lag.queries()
 
-    The source saw the ends of the logs when it planned that batch. Later messages do not count yet, nor do those that a
-    limited batch (`maxOffsetsPerTrigger`) left. `on_lag` is called after each batch, in a thread of Spark.
+    The source reads the ends of the logs when it plans a batch. So the lag is the messages that a limited batch
+    (`maxOffsetsPerTrigger`) left. Messages that came after the planning do not count yet. `on_lag` is called after each
+    batch, in a thread of Spark. All methods are thread-safe.
     """
 
     def __init__(self, on_lag: Callable[[QueryLag], object] | None = None) -> None:

@@ -275,8 +275,8 @@ class _Pairs(list[tuple[Any, Any]]):
 
 
 def unpack_headers(packed: bytes) -> dict[str, bytes]:
-    """The headers of one message; of a repeated name, the last. Raises CorruptData if they are not a map of str to
-    bytes."""
+    """The headers of one message. A repeated name gets its last value. Raises CorruptData unless they are a map of str
+    to bytes."""
     if not packed:
         return {}
     headers = _unpacked(packed, dict)

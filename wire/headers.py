@@ -80,7 +80,7 @@ def unpack(cls: type[T], header: Any) -> T:
     types, lists = _types(cls)  # type: ignore[arg-type]  # classes are hashable
     as_declared = type(header) is list and list(map(type, header)) == types
     if as_declared and not [at for at, check, limit in lists if len(header[at]) > limit or not check(header[at])]:
-        return cls(*header)  # most headers are, and this takes half the time
+        return cls(*header)  # most headers are as declared, and this takes half the time
     fields = _fields(cls)  # type: ignore[arg-type]
     added: dict[str, Any] = cls._field_defaults  # type: ignore[attr-defined]
     if not isinstance(header, list) or len(header) < len(fields) - len(added):

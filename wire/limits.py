@@ -38,7 +38,7 @@ ENTRIES_MAX = 20_000
 """Entries of each list in a SYNC frame: twice the partitions that a topic may have."""
 
 ENTRIES_TARGET = 1000
-"""Entries that this client library puts into one request. With the longest names it fits, also with an error each."""
+"""Entries that this client library puts into one request. They fit with the longest names, even with an error each."""
 
 FOLLOWERS_MAX = 2000
 """Numbers in a TX that name the followers of a branch, or its decider."""
@@ -59,7 +59,7 @@ MESSAGE_BYTES_MAX = errors.MESSAGE_BYTES_MOST
 """Bytes of value, key and headers of one message together."""
 
 BATCH_BYTES_MAX = 16 * 1024 * 1024
-"""Bytes of one batch, also after decompression. Positions inside a batch are int32, as in Arrow's binary arrays."""
+"""Bytes of one batch, compressed or not. Positions inside a batch are int32, as in Arrow's binary arrays."""
 
 BATCH_COUNT_MAX = 1 << 20
 """Messages in one batch."""

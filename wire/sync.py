@@ -52,11 +52,14 @@ class SyncDecision(enum.IntEnum):
     WAIT = 3
     """No replication yet: the master or the slave does not know the topic yet. The slave attaches it again later."""
     REFUSE = 4
-    """No replication: it would take back messages that readers have seen."""
+    """No replication: the slave would lose messages that readers have seen."""
 
 
 class Join(NamedTuple):
-    """The first frame of a slave. `folder` identifies its data folder; `generation` is the last that it followed."""
+    """The first frame of a slave. `folder` identifies its data folder.
+
+    `generation` is the last broker generation that the slave has followed.
+    """
 
     kind: int
     epoch: int
@@ -176,7 +179,7 @@ class Detach(NamedTuple):
 
 
 class HandOver(NamedTuple):
-    """The slave wants to become the master: write nothing for at most `wait_ms`, and send everything that exists."""
+    """Asks the master to write nothing for at most `wait_ms`, and to send everything: the slave will take over."""
 
     kind: int
     epoch: int
@@ -184,7 +187,10 @@ class HandOver(NamedTuple):
 
 
 class HandedOver(NamedTuple):
-    """Nothing follows `end_seq`, and the slave has everything. Otherwise `reason` says why not; else it is empty."""
+    """The answer to a HandOver. If `reason` is empty, nothing follows `end_seq`, and the slave has everything.
+
+    Otherwise `reason` says why the master does not hand over.
+    """
 
     kind: int
     epoch: int

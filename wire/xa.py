@@ -121,6 +121,6 @@ class Verb(enum.IntEnum):
     HEURISTIC_COMMIT = 13
     HEURISTIC_ROLLBACK = 14
     RESOLVE = 15
-    """No verb of XA: asks if the branch was committed. If not, it will never be, whatever is still on its way."""
+    """Not a verb of XA: asks if the branch was committed. If it was not, no later request can commit it."""
     DECIDE = 16
-    """No verb of XA: like COMMIT_ONE_PHASE, and it also decides for branches at other brokers; kept until FORGET."""
+    """Not a verb of XA: like COMMIT_ONE_PHASE, and it also decides for branches at other brokers; kept until FORGET."""

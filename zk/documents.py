@@ -23,7 +23,7 @@ log = logging.getLogger("metamq.zk")
 T = TypeVar("T")
 
 DOCUMENT_BYTES_MAX = 1 << 20
-"""More than ZooKeeper's default limit for a node, which can be raised."""
+"""The limit on a document: above ZooKeeper's default limit on a node, which can be raised."""
 DEPTH_MAX = 16
 NUMBER_MAX = (1 << 63) - 1
 TEXT_CHARS_MAX = 4096

@@ -110,7 +110,7 @@ class DataFolder:
     """
 
     def __init__(self, path: Path, meta: _Meta, lock: FolderLock) -> None:
-        """Use open()."""
+        """Internal: use open()."""
         self.path = path
         self._meta = meta
         self.broker_id, self.replica = meta.broker_id, meta.replica
@@ -192,11 +192,11 @@ class DataFolder:
 
     @property
     def generation(self) -> int:
-        """The last generation of the broker id's state that this replica's logs follow."""
+        """The last broker generation that this replica's logs follow."""
         return self._meta.generation
 
     def follow_generation(self, generation: int) -> None:
-        """Stores, durably, that the logs match those of this generation's master. Raises StorageError."""
+        """Stores, durably, that the logs match those of the master of this broker generation. Raises StorageError."""
         if generation != self._meta.generation:
             self._store(replace(self._meta, generation=generation))
 
@@ -211,8 +211,8 @@ class DataFolder:
         return self._meta.state_version
 
     def know_epoch(self, epoch: int, state_version: int = -1) -> None:
-        """Stores, durably, that this epoch has begun, before any action under it. A master passes `state_version`,
-        again for each later version. Older values change nothing. Raises StorageError."""
+        """Stores, durably, that this epoch has begun. Call it before any action in the epoch, and as a master again for
+        each later `state_version`. Older values change nothing. Raises StorageError."""
         if (epoch, state_version) > (self._meta.epoch, self._meta.state_version):
             reigned_as = self._meta.reigned_as
             if epoch != self._meta.epoch:

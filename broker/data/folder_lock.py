@@ -38,7 +38,7 @@ class FolderLock:
     """A lock that this process holds until close()."""
 
     def __init__(self, fd: int, machine: str) -> None:
-        """Use take()."""
+        """Internal: use take()."""
         self._fd = fd
         self.mark = mark_of(fd)
         self.place = f"{machine}/{os.fstat(fd).st_dev}/{self.mark}"
@@ -62,7 +62,7 @@ class FolderLock:
         return self._fd >= 0
 
     def close(self) -> None:
-        """Releases the lock. May be repeated."""
+        """Releases the lock. A second call does nothing."""
         if self.held:
             os.close(self._fd)
             self._fd = -1

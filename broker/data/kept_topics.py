@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def kept_topics(
     broker_id: int, folder: DataFolder, configs: Mapping[str, TopicConfig], listing: Listing
 ) -> dict[str, MetamqError]:
-    """Returns the topics in the folder that were not deleted although ZooKeeper does not list them, or lists none of
-    their partitions here. With the reason. `configs` are those of the listed topics that can be read."""
+    """Returns the topics in the folder that ZooKeeper has forgotten, with the reason: they were not deleted, but it
+    does not list them, or none of their partitions here. `configs` are those of the listed topics that can be read."""
     kept: dict[str, MetamqError] = {}
     for topic, topic_id, path, _partitions in folder.topics():
         config = configs.get(topic)
         if config is not None and config.id == topic_id:
-            if not config.partitions.get(broker_id):  # partitions are never taken away from a broker that lives
+            if not config.partitions.get(broker_id):  # a broker that lives never loses its partitions
                 kept[topic] = _fewer(broker_id, topic, "no partitions")
             continue
         is_unlisted = config is not None or topic not in listing.names

@@ -195,7 +195,7 @@ class Partition:
             reader.data_ready(0)
 
     def bound(self, offset: int, position: int) -> None:
-        """Lets readers see the log up to there, as far as it is stored here; never less than they saw."""
+        """Lets readers see the log up to this place, as far as it is stored here. They never see less than before."""
         self.log.set_bound(offset, position)
         self.publish()
 

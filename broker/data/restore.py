@@ -61,7 +61,7 @@ _DAMAGED = (-2, 0)
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The operator's decisions: broker id -> its master, topic -> its id, broker ids that are gone for good."""
+    """The operator's decisions: broker id -> its master, topic -> its id, broker ids that are lost permanently."""
 
     masters: Mapping[int, int]
     topics: Mapping[str, str]

@@ -48,7 +48,7 @@ RETRY_S = 1.0
 
 
 class Scrubber:
-    """Only the broker's loop uses it, except for statistics(). `found` is called with certain damage."""
+    """Verifies logs. Only the broker's loop uses it, except for statistics(). `found` is called with certain damage."""
 
     def __init__(self, topics: Topics, config: BrokerConfig, found: Callable[[Partition, CorruptData], None]) -> None:
         self._topics = topics

@@ -4,11 +4,10 @@
                                           knows it, and the version of a list of topics that has the topic
 
 ZooKeeper is the only source of settings while it exists. `metamq cluster restore` reads them here when ZooKeeper is
-lost. A broker reads only the version: it rises with each topic that is created or deleted. So a list with the same
-version, or a lower one, that lacks the topic does not show that the topic was deleted: ZooKeeper was restored from an
-older copy. Such a topic's folder stays, also when the list has changed often enough since: `KEPT` is above all
-versions. Without the file, or with a damaged one, nothing of this is known, and the broker continues if it cannot write
-the file.
+lost. A broker reads only the version: it rises with each topic that is created or deleted. So if a list with the
+same version, or a lower one, lacks the topic, the topic was not deleted: ZooKeeper was restored from an older copy. The
+topic's folder then stays, even if the list reaches higher versions later: `KEPT` is above all versions. Without the
+file, or with a damaged one, nothing of this is known. The broker continues if it cannot write the file.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Topics:
         return partition
 
     def find_for_clients(self, topic: str, topic_id: str, index: int) -> Partition:
-        """A partition that clients may read and write. Raises as find(), and CorruptData."""
+        """A partition that clients may read and write. Raises the errors of find(), and CorruptData."""
         if topic.startswith(OWN):
             raise TopicNotFound(topic)
         return self.find(topic, topic_id, index)

@@ -1,9 +1,9 @@
 """Accepts connections, and keeps accepting after any error.
 
-The server of an event loop does not. uvloop hangs up on clients while the process has no descriptor left, and closes
-its listening socket for good, without an error, when the system has none. Here an error pauses accepting for a moment.
-Clients wait in the kernel's queue in the meantime, and one log line gives the reason. Connections leave the last
-descriptors of the process to its files: to the broker, a log that cannot open a file is a broken disk.
+The server of an event loop does not. uvloop disconnects new clients while the process has no descriptor left. When the
+system has none, uvloop closes its listening socket permanently, without an error. Here an error pauses accepting for a
+moment. Clients wait in the kernel's queue in the meantime, and one log line gives the reason. Connections leave the
+last descriptors of the process to the files of its logs.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Admission:
         return ConnectionFate.KEPT if over > 0 else ConnectionFate.SERVED
 
     def leave(self, address: str) -> None:
-        """Counts a connection out that is closed."""
+        """Removes a closed connection from the count."""
         self._count -= 1
         self._by_address[address] -= 1
         if not self._by_address[address]:

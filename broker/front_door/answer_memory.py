@@ -31,7 +31,7 @@ class AnswerMemory:
         self.stalled = 0
         """The number of connections that were closed because they made no progress."""
         self.held_bytes = 0
-        """The memory of all unread answers, also below the marks. Each connection's share is as of its last count."""
+        """The memory of all unread answers, above and below the marks, by the last count of each connection."""
         self._held: dict[BrokerProtocol, int] = {}
         """The share of each connection. The first connection has read nothing for the longest time."""
 

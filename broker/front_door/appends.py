@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SINGLE_MESSAGE_OVERHEAD = 64
 """Bytes of the offsets and the padding in a batch of one message with all columns."""
 PROMISE_CHECKED_BYTES = 1024 * 1024
-"""For a larger promise the free space is read again. A smaller one fits into the reserve until the next check."""
+"""A larger promise needs a new look at the free space. A smaller one fits into the reserve until the next check."""
 
 
 class Admitted(NamedTuple):
@@ -47,7 +47,7 @@ class Admitted(NamedTuple):
 
 @dataclass(eq=False)
 class Appends:
-    """Used by the broker's loop only. Implements metamq.broker.transactions.journal.Appender."""
+    """Checks and stores batches, in the broker's loop. Implements metamq.broker.transactions.journal.Appender."""
 
     status: ReplicaStatus
     folder: DataFolder
@@ -69,7 +69,7 @@ class Appends:
         limit = config.max_message_bytes
         header = check_from_producer(batch, 0, len(batch), self.batch_bytes_max)
         if header.codec == Codec.NONE and (problem := columns_problem(batch, header)) is not None:
-            raise CorruptData("batch", problem, hint="Its producer made it so: look there.")
+            raise CorruptData("batch", problem, hint="Its producer made it wrongly: look there.")
         if header.count == 1 and header.plain_size > limit + SINGLE_MESSAGE_OVERHEAD:
             raise MessageTooLarge(f"a message for topic {entry.topic!r}", header.plain_size, limit)
         return Admitted(master, partition, config, header)
@@ -77,7 +77,8 @@ class Appends:
     def store(
         self, role: Role, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None = None
     ) -> Appended:
-        """Appends a batch to its log, and gives it to the links to the slaves. Raises as Partition.append."""
+        """Appends a batch to its log, and gives it to the links to the slaves. Raises the errors of
+        Partition.append."""
         position = partition.log.end_position
         appended = partition.append(batch, header, self.ids, batch_id)
         if isinstance(role, MasterRole) and not appended.repeated:
@@ -88,7 +89,8 @@ class Appends:
     # -- for transactions ---------------------------------------------------------------------------------------------
 
     def body_place(self, entry: PutEntry, batch: memoryview) -> BodyPlace:
-        """Checks a batch of a transaction; returns its destination. Raises as admitted(), and ProtocolError."""
+        """Checks a batch of a transaction; returns its destination. Raises the errors of admitted(), and
+        ProtocolError."""
         _master, partition, _config, header = self.admitted(entry, batch)
         if header.producer_id:
             raise ProtocolError("a batch of a transaction has no producer id: its session counts it")
@@ -106,7 +108,7 @@ class Appends:
         master.transfer.admit(self.topics.config(partition.topic))
 
     def append(self, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None) -> int:
-        """Appends the broker's own batch, also before its epoch has begun; returns the end offset. Raises as
+        """Appends the broker's own batch, even before its epoch has begun; returns the end offset. Raises the errors of
         Partition.append."""
         appended = self.store(self.status.role, partition, batch, header, batch_id)
         self.flusher.appended(partition)
@@ -123,7 +125,7 @@ class Appends:
 
 @dataclass(eq=False)
 class PutProcessor:
-    """Used by the broker's loop only. `failed` is called if the disk fails: the broker must end.
+    """Carries out PUT. Used by the broker's loop only. `failed` is called if the disk fails: the broker must end.
 
     Each batch of a PUT succeeds or fails by itself. The PUT is answered when the last of them has its result.
     """
@@ -188,7 +190,7 @@ class PendingPut:
 
 @dataclass(eq=False)
 class TxProcessor:
-    """Used by the broker's loop only."""
+    """Carries out TX. Used by the broker's loop only."""
 
     replica: ReplicaStatus
     transactions: TransactionalCommandProcessor

@@ -49,7 +49,7 @@ UNWRITABLE_RETRY_S = 0.05
 IN_PLACE_BYTES_MIN = 128 * 1024
 """Smaller parts are sent: the reader would need more time to open the file and read it."""
 PLENTY_BYTES = 1 << 64
-"""More than `bytes_min` can ask for."""
+"""A number above every `bytes_min`."""
 
 
 class ReplicaReadRole:
@@ -243,7 +243,7 @@ class FetchSession:
             self._answer(request, [], [])
 
     def _expire(self) -> None:
-        """Answers the parked poll at the end of its time, also with less than `bytes_min`."""
+        """Answers the parked poll at the end of its time, even with less than `bytes_min`."""
         if self._parked is None:
             return
         if self._writable():
@@ -354,7 +354,7 @@ class FetchSession:
         return GetResult(place.entry.handle, number, 0, -1, -1, fields), b""
 
     def _sent_back(self, count_max: int) -> list[GetResult]:
-        """Sends readers that waited at a slave in vain to the master: only the master knows if more data exists."""
+        """Sends readers that got no data from a slave to the master: only the master knows if more data exists."""
         results: list[GetResult] = []
         for handle, place in self._places.items():
             partition = place.partition

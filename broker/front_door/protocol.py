@@ -219,7 +219,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._greeted_at = self._loop.time()
         self._write(greeted.buffers)
         if not greeted.accepted:
-            log.info("%s speaks no version of the protocol that is spoken here", self.peer)
+            log.info("%s speaks no protocol version that this broker supports", self.peer)
             self._say_goodbye()
 
     def _work(self) -> None:
@@ -434,7 +434,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             stalled = self._connection.in_frame and not self._reading_paused and self._received_bytes < STALL_BYTES
         self._received_bytes, self._sent_bytes = 0, sent_bytes
         if stalled and self._suspect:
-            self._drop("has left a request half done, or an answer unread, and does not continue")
+            self._drop("has left a request incomplete, or an answer unread, and does not continue")
         elif now - self._sent_at > self._door.timeouts.unread_s:
             self._drop(f"has left {unsent_bytes:,} bytes unread for {now - self._sent_at:.0f} s")
         elif self._door.timeouts.idle_s and now - self._greeted_at > self._door.timeouts.idle_s:

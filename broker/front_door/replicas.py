@@ -22,7 +22,7 @@ log = logging.getLogger("metamq.broker")
 
 
 class ReplicaProcessor:
-    """Used by the broker's loop only."""
+    """Carries out SYNC and PROMOTE. Used by the broker's loop only."""
 
     def __init__(self, status: ReplicaStatus, keeper: RoleKeeper) -> None:
         self._status = status

@@ -83,7 +83,7 @@ class StatsProcessor:
     replication: Callable[[], dict[str, Any]]
     transactions: Callable[[], Figures]
     scrub: Callable[[], dict[str, Any]]
-    """This and the two before return the figures of these parts."""
+    """`replication`, `transactions` and `scrub` return the figures of these parts."""
 
     def stats(self, request: Request, connection: BrokerProtocol) -> None:
         """Answers a STATS with one page of partitions. Raises ProtocolError."""

@@ -43,7 +43,7 @@ class LinkAttempts:
         self._decided.set()
 
     def failed(self, error: MetamqError) -> None:
-        """Notes a failed attempt. A ConnectError decides it: no process is at the address."""
+        """Notes a failed attempt. A ConnectError ends outcome(): no process is at the address."""
         if isinstance(error, ConnectError):
             self._decided.set()
 

@@ -1,7 +1,7 @@
 """BehindTimes: the time since which each slave of a master is behind: it lacks a link, a partition, or a message.
 
-The time continues across links. Else a slave that links again and again, and stores nothing, would stay in sync, and
-all writes would wait for it.
+The time continues across links. Otherwise a slave that links again and again, and stores nothing, would stay in sync,
+and all writes would wait for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOT_SOON = -math.inf
 
 @dataclass
 class _Lack:
-    """The time since which a slave lacks what it lacked when a link ended."""
+    """The time since which a slave lacks data that it lacked at the end of a link."""
 
     since: float
     live_at: float | None = None

@@ -62,7 +62,7 @@ class HAClient:
         """`known_epoch` returns the highest epoch that this replica knows, `begun` stores a newer one.
 
         `full` returns the reason why nothing can be stored now. On a full disk there is no link: retention or an
-        operator must free space first. `followed` stores a generation when all logs have followed to it. `changed` is
+        operator must free space first. `followed` stores a broker generation when all logs follow it. `changed` is
         called when a partition becomes readable, and when the master's address refuses connections.
         """
         self.state = HAState.READY
@@ -143,7 +143,7 @@ class HAClient:
             self._noticed()
 
     async def _serve_while_it_is(self, master: BrokerAddress) -> MetamqError:
-        """Runs _serve(), and ends it when the master changes, also in the middle of a handshake: a former master that
+        """Runs _serve(), and ends it when the master changes, even in the middle of a handshake: a former master that
         hangs, or is cut off from ZooKeeper, must not keep this slave."""
         serving = asyncio.ensure_future(self._serve(master))
         changed = asyncio.ensure_future(self._changed.wait())
@@ -207,7 +207,7 @@ class HAClient:
             self._link.detach(partition)
 
     def flushes_now(self, partition: Partition) -> None:
-        """Flushes a partition: from now on only its flushed messages count, also of those that it has."""
+        """Flushes a partition: from now on only its flushed messages count, old and new."""
         if self._link is not None:
             self._link.flushes_now(partition)
 
@@ -223,7 +223,7 @@ class HAClient:
         self._damaged = OffsetsEntry(*place, LATEST, damaged=damage.offset)
 
     async def _report_damage(self, master: BrokerAddress) -> None:
-        """Reports the damaged batch, so that the master verifies its log. Else the next link may end the same way."""
+        """Reports the damaged batch, so that the master verifies its log: the next link could end the same way."""
         entry, self._damaged = self._damaged, None
         if entry is not None:
             await report_to(master, entry)

@@ -147,7 +147,7 @@ class HAConnection:
         self.member = join.replica, join.incarnation
         self.learner = join.learner
         self.generation = join.generation
-        """The newest generation that the slave has followed."""
+        """The newest broker generation that the slave has followed."""
         self.peer = wire.peer
         self.flow = flow
         self.heard_at = self.spoke_at = loop.time()

@@ -1,4 +1,4 @@
-"""GroupTransferService: decides at a master if a PUT is taken, and when it is acknowledged.
+"""GroupTransferService: decides at a master if a PUT is accepted, and when it is acknowledged.
 
     replication   acknowledged when                            depends on
     sync          every in-sync replica holds it (stable)      the in-sync set; the lease only if it is the master alone
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GroupTransferService:
-    """Used by the broker's loop only. `may_believe` returns True if this process may assume that it is the master."""
+    """Decides about PUTs, in the broker's loop. `may_believe()`: True if this process may assume to be the master."""
 
     def __init__(self, broker_id: int, insync: HAService, may_believe: Callable[[], bool]) -> None:
         self._what = f"broker {broker_id}"

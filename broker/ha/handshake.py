@@ -14,14 +14,14 @@ Then this epoch is ignored, and the next older common epoch counts.
 
 If the logs have no common point from which the master has all data, the slave is emptied and copied again.
 
-Messages below the slave's stable mark have been seen by readers. The slave gives them up only under a newer generation
-than it has followed so far: a new master raises the generation in ZooKeeper if messages may be lost. Otherwise the
+Readers have seen the messages below the slave's stable mark. The slave gives them up only under a newer broker
+generation than it follows: a new master raises the generation in ZooKeeper if messages may be lost. Otherwise the
 partition is refused, and its data stays as it is. Messages that the master's retention has removed do not count as
 given up. A slave is also refused if it would continue in the middle of a batch of the master. No correct replica does,
 but the master cannot trust the list of another process.
 
-So a slave stores a generation as its own only when all its partitions have passed the handshake in it. Within a
-generation, all that readers have seen of a replica is the same at every later master. Therefore a member of the in-sync
+So a slave stores a broker generation as its own only when all its partitions have passed the handshake in it. Within
+one generation, every later master has all that readers have seen at a replica. Therefore a member of the in-sync
 set is never cut or emptied below a stable mark; tests/broker/ha/test_histories.py tries to break this.
 """
 
@@ -173,7 +173,7 @@ def _end_of(side: Side, number: int) -> LogPosition:
 
 
 def _kept_by_reset(master: Side, slave: Side, agreed: LogPosition | None) -> int:
-    """Returns the offset below which emptying the slave gives nothing up; retention cut the master below its start."""
+    """Returns the offset below which an emptied slave gives up nothing. What retention removed does not count."""
     if slave.stable_offset <= slave.start.offset:  # readers have seen nothing of this log: its end counts
         return master.end.offset
     return max(master.start.offset, agreed.offset if agreed is not None else 0)
@@ -224,7 +224,7 @@ def _are(count: int) -> str:
 
 
 def level_at_slave(result: AttachResult, start_position: int, end_position: int) -> int:
-    """Returns a level of logging: a slave logs what its log loses, but not that thousands of logs simply continue."""
+    """Returns the level of logging: DEBUG if the log continues, as thousands do; higher if it is cut or refused."""
     decision = SyncDecision(result.decision)
     if decision is SyncDecision.REFUSE:
         return logging.WARNING

@@ -15,7 +15,7 @@ whose answer was lost counts both ways, until it can have no effect any more:
     OUT         no         no             JOINING, when the slave is sent every append (live), and keeps up
     JOINING     yes        no             ADDING, when it holds all that is stable; OUT, when it is away or behind
     ADDING      yes        perhaps        IN, when confirmed; else back to JOINING
-    DROPPING    yes        perhaps        ADDING whose link is gone: OUT, when nothing can come of the request
+    DROPPING    yes        perhaps        ADDING whose link is gone: OUT, when the request can have no effect
     IN          yes        yes            REMOVING, when it is behind or away for too long, or came back as another one
     REMOVING    yes        perhaps        OUT, when confirmed; else back to IN
 

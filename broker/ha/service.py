@@ -136,7 +136,7 @@ class HAService:
         """Notes that a log is damaged here."""
         insync = self.membership.insync
         self._complete = insync if self._complete is None else self._complete & insync
-        log.warning("no slave is added to the in-sync set that was not in it before a log was damaged here")
+        log.warning("a log is damaged here: only slaves that were in the in-sync set before may join it")
 
     def closed_partition(self, partition: Partition) -> None:
         """Detaches a partition that was closed: ZooKeeper does not list it any more."""
@@ -389,7 +389,7 @@ class HAService:
         heartbeat_s = self._settings.heartbeat_ms / 1000
         for link in list(self.links.values()):
             if now - link.heard_at > HEARTBEATS_MISSED_MAX * heartbeat_s:
-                self.leave(link, f"nothing was heard of it for {now - link.heard_at:.1f} s", since=link.heard_at)
+                self.leave(link, f"it was silent for {now - link.heard_at:.1f} s", since=link.heard_at)
             elif now - link.spoke_at >= heartbeat_s / 2:
                 link.beat()
         slaves = {link.member for link in self.links.values() if not link.learner}
@@ -429,7 +429,7 @@ class HAService:
         try:
             version = await self._change(change)
         except MetamqError as error:  # any error: an unreadable state leaves the outcome unknown, too
-            log.info("whether the in-sync set was changed is not known: %s", error)
+            log.info("it is unknown if the in-sync set was changed: %s", error)
             version = None
         if self.closed or self._is_deposed:
             return

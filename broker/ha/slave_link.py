@@ -279,9 +279,9 @@ class SlaveLink:
         self._acknowledge_soon()
 
     def _all_decided(self) -> None:
-        """Stores the master's generation as followed, when all its decisions are carried out.
+        """Stores the master's broker generation as followed, when all its decisions are carried out.
 
-        Not earlier: a replica gives up messages for a newer generation only before it has followed to it.
+        Not earlier: a replica gives up messages only for a broker generation newer than the stored one.
         """
         if self._generation and not (self._undecided or self._waiting):
             try:

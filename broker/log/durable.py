@@ -215,7 +215,7 @@ class DurableLog:
         return point == self._point
 
     def _take_marks_back(self, offset: int, position: int) -> None:
-        """Moves the marks back to `position` before a cut. Else the log would end below its flushed point, as damage.
+        """Moves the marks back to `position` before a cut: a log that ends below its flushed point counts as damaged.
 
         Raises OSError with nothing changed.
         """
@@ -305,7 +305,7 @@ class DurableLog:
 
     @contextlib.contextmanager
     def _unless_full(self, what: str) -> Iterator[None]:
-        """Stores a file that the log can do without for a while: on a full disk, leaves it for later.
+        """Stores a file that the log does not need at once. On a full disk, leaves it for later.
 
         Raises any other OSError.
         """
@@ -318,7 +318,7 @@ class DurableLog:
 
     @contextlib.contextmanager
     def _or_later(self, action: str) -> Iterator[None]:
-        """Stores a file that the log can do without for a while: during a shortage, leaves it for later.
+        """Stores a file that the log does not need at once. During a shortage, leaves it for later.
 
         Raises StorageError.
         """

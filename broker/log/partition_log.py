@@ -66,7 +66,7 @@ class PartitionLog(DurableLog):
     def __init__(
         self, folder: str, name: str, config: LogConfig, files: FileCache, recovered: RecoveredLog, now_us: int
     ) -> None:
-        """Use open()."""
+        """Internal: use open()."""
         super().__init__(folder, name, config, files, recovered)
         self.recovery: RecoveryReport = recovered.report
         self._producers: ProducerStates | None = recovered.producers

@@ -27,8 +27,8 @@ A batch that was appended here describes this disk correctly as long as the byte
 the log first disowns all epochs up to then, durably. A master may send the same bytes again, with the same headers,
 and they must be flushed again.
 
-The check can only err on the safe side. If a message holds a copy of an intact batch, inside a torn batch, the copy
-may state too much. Then the partition is refused although a cut would be right.
+If the check is wrong, it is wrong in the safe direction. If a message holds a copy of an intact batch, inside a torn
+batch, the copy may state too much. Then the partition is refused although a cut would be right.
 
 Bytes below F are not read: they are on the disk, and their readers check them. But two things are derived from the
 log, the producer states and the active segment's index, and are saved as of some position P ≤ F. Recovery walks the

@@ -65,7 +65,7 @@ def archive_all(files: FileCache, name: str, paths: list[str], archive_dir: Path
 
 
 def archive(files: FileCache, path: str, archive_dir: Path) -> None:
-    """Puts a segment into the archive, durably; the source stays. May be repeated. Raises OSError.
+    """Puts a segment into the archive, durably; the source stays. A repeated call is allowed. Raises OSError.
 
     The archive has the layout of the data folder: <topic>@<topic id>/<index>/<segment>. On the same file system the
     archived file is a hard link, else a copy.

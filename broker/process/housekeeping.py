@@ -102,7 +102,7 @@ class Housekeeping:
                 self._log_once.failed("retention and checkpoints wait", error)
                 return
             except DiskFull as error:
-                self._log_once.failed("some of retention and checkpoints waits", error)
+                self._log_once.failed("retention and checkpoints of some partitions wait", error)
             except MetamqError as error:
                 if partition.closed_by is None:  # an error of a partition that was closed meanwhile does not count
                     self._failed(error)

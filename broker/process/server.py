@@ -254,7 +254,7 @@ class Broker:
         topics = {folder.topic for folder in self._folder.topics()} - {JOURNAL}
         if topics and await read_state(self._session, self.config.id) is None:
             is_ours = await known_cluster_id(self._session) == self._folder.cluster_id
-            wrong = "In front of another one its topics would count as deleted."
+            wrong = "With another ZooKeeper its topics would count as deleted."
             raise ConfigError(
                 f"the data folder {self.config.data} holds {count(len(topics), 'topic')}, but ZooKeeper at "
                 f"{self._zookeeper} does not know broker {self.config.id}",
@@ -580,7 +580,7 @@ async def _started(broker: Broker) -> bool:
 def run_broker(
     config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None] = lambda _: None
 ) -> int:
-    """Runs a broker until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises as Broker.start()."""
+    """Runs a broker until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises the errors of Broker.start()."""
     restrict_process()
     gc.freeze()  # modules and classes never become garbage
     gc.set_threshold(COLLECTED_AFTER, *gc.get_threshold()[1:])

@@ -1,1 +1,1 @@
-"""The role of a replica: master, slave, or waiting; who exchanges it, and when a slave takes over by itself."""
+"""The role of a replica (master, slave or waiting), its exchange, and the automatic take-over by a slave."""

@@ -40,7 +40,7 @@ class RoleKind(enum.Enum):
 
 
 class RoleDecision(NamedTuple):
-    """A role, and the reason for people."""
+    """A role, and its reason in words."""
 
     kind: RoleKind
     reason: str
@@ -69,9 +69,9 @@ def decide_role(
     if state.master != registration.replica:
         return RoleDecision(RoleKind.SLAVE, f"replica {state.master} is the master, since epoch {state.epoch}")
     if current is RoleKind.MASTER and state.epoch == epoch:
-        return RoleDecision(RoleKind.MASTER, f"it is, since epoch {epoch}")
+        return RoleDecision(RoleKind.MASTER, f"it is the master, since epoch {epoch}")
     try:
         next_term(stored, registration, claims)
     except Fenced as error:
         return RoleDecision(RoleKind.WAITING, error.reason)
-    return RoleDecision(RoleKind.MASTER, f"it was, in epoch {state.epoch}")
+    return RoleDecision(RoleKind.MASTER, f"it was the master, in epoch {state.epoch}")

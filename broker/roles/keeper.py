@@ -93,7 +93,7 @@ class RoleKeeper:
         self._changed = asyncio.Event()
         self._settling = asyncio.Lock()
         self._registered = (-1, -1)
-        """The generation of the session and the incarnation with which this replica is registered."""
+        """The session generation and the incarnation with which this replica is registered."""
         self._taken: tuple[tuple[int, int], int] | None = None
         """The next `_registered`, and the epoch, if this replica has an epoch in ZooKeeper that it has not begun."""
         self._lease = Lease(session, self._is_own_epoch)
@@ -230,7 +230,7 @@ class RoleKeeper:
     def _lose_epoch(self, state: BrokerState) -> None:
         """Ends the epoch of a master after another process has begun a new one in its name.
 
-        This comes first, since becoming master waits for that process while it may live.
+        Call it before become_master(), which waits for the other process while that may live.
         """
         refusal = Fenced(self._what, f"epoch {state.epoch} has begun")
         log.warning("%s: %s", self._what, refusal.reason)
@@ -362,7 +362,7 @@ class RoleKeeper:
 
     async def offer(self) -> None:
         """Offers the topics to clients: a master to producers and readers, a slave with all messages to readers."""
-        async with self._settling:  # of two at once, the one with older counts might win
+        async with self._settling:  # of two at once, the one with older counts could write last
             await self._offer()
 
     def offers_may_be_gone(self) -> None:
@@ -394,8 +394,9 @@ class RoleKeeper:
     async def promote(self, asked: Promote, noticed: Noticed | None = None) -> Mastership:
         """Makes this replica the master: an operator, a master that stops, or this replica's Successor asks for it.
 
-        It waits for all messages of a living master, but not for a master that is dead or hangs. `noticed`: it decided
-        by itself. Raises Fenced (not in sync, without `accept_loss`), the refusal of a living master, ConnectError.
+        It waits for all messages of a living master, but not for a master that is dead or hangs. `noticed`: set if
+        it decided by itself. Raises Fenced (not in sync, without `accept_loss`), ConnectError, and the refusal of a
+        living master.
         """
         since = asyncio.get_running_loop().time() if noticed is None else noticed.since
         async with self._settling:
@@ -467,11 +468,11 @@ class RoleKeeper:
     # -- callbacks of the parts ---------------------------------------------------------------------------------------
 
     def _may_believe(self) -> bool:
-        """Returns True if, by the clocks, no other replica can be the master; always if there never was another."""
+        """Returns True if no other replica can be the master, by the clocks; or if there never was another replica."""
         return not self._has_others or self._lease.valid()
 
     async def _is_own_epoch(self) -> bool:
-        """Returns True if the state has a master's own epoch and is not older than known here, whatever the session."""
+        """Returns False if this master does not find its epoch in the state, or finds an older state than it knows."""
         role, version = self._status.role, self._folder.state_version
         if role.kind is not RoleKind.MASTER:
             return True
@@ -575,7 +576,7 @@ class RoleKeeper:
             role.link.say_goodbye()
 
     async def close(self) -> None:
-        """Ends the role's work, after a running promotion: it ends soon once the session is closed."""
+        """Waits for a running promotion, which ends soon after the session is closed, and ends the role's work."""
         async with self._settling:
             await self._stop_following(self._leave_role(Fenced(self._what, "it is stopping")))
         await self.successor.close()

@@ -2,7 +2,7 @@
 
     class          kind          has                                  a PUT, TX or JOIN is      readers get
     BetweenRoles   see below     nothing                              refused with `refusal`    what is stable here
-    MasterRole     MASTER        service, transfer, transactions      taken                     the last word
+    MasterRole     MASTER        service, transfer, transactions      accepted                  a final answer
     SlaveRole      SLAVE         link to the master                   refused with `refusal`    what the master says is
                                                                                                 stable
     WaitingRole    WAITING       link that soon follows no master     refused with `refusal`    what is stable here
@@ -78,7 +78,7 @@ class MasterRole:
     service: HAService
     """Replication to the slaves."""
     transfer: GroupTransferService
-    """Decides if a PUT is taken, and when it is acknowledged."""
+    """Decides if a PUT is accepted, and when it is acknowledged."""
     transactions: TransactionTerm | MetamqError
     """The transactions of this epoch, or the reason why the journal cannot be read."""
 
@@ -168,7 +168,7 @@ class ReplicaStatus:
 
     @property
     def leaving(self) -> Fenced | None:
-        """The reason why this master takes nothing more: it stops, hands over, or was deposed; or None."""
+        """The reason why this master accepts no more writes: it stops, hands over, or was deposed; or None."""
         role = self._role
         return self.stopping or (role.service.writes_refused if isinstance(role, MasterRole) else None)
 

@@ -51,7 +51,7 @@ PUBLISH_MS = 300
 TURN_MS = 1000
 """Milliseconds that a candidate has for its take-over before the next one tries."""
 OBSTACLE_MS = 1000
-"""Milliseconds between two looks at an obstacle: nothing else tells that it has ended."""
+"""Milliseconds between two looks at an obstacle: no event reports its end."""
 RETURN_MS = 120_000
 """Milliseconds after which the preferred replica becomes the master again."""
 FREE_SWITCHES = 3
@@ -112,7 +112,7 @@ class Noticed(NamedTuple):
 
 
 class StepDecision(NamedTuple):
-    """A step, the reason for people, and the milliseconds after which to decide again, unless something changes."""
+    """A step, its reason in words, and the milliseconds after which to decide again, unless something changes."""
 
     step: Step
     reason: str

@@ -65,7 +65,7 @@ RESIGN_S = 5.0
 
 
 class Successor:
-    """Used by the broker's loop only. RoleKeeper calls step() after each settling of the role."""
+    """The automatic failover of one replica. Used by the broker's loop only. RoleKeeper calls step() after settle()."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Successor:
 
     @property
     def says(self) -> str:
-        """The last decision, for people. Any thread."""
+        """The last decision, in words. Any thread."""
         return off_reason(self._failover) if self.decision is None else self.decision.reason
 
     async def step(self) -> float | None:
@@ -181,7 +181,7 @@ class Successor:
         return None
 
     def _see(self, failover: Failover, now: float) -> None:
-        """Notes the time of new automatic switches. For those before the start of this process the history tells it."""
+        """Notes the time of new automatic switches. The list has the times of those before this process began."""
         seen = {}
         for one in failover.switches:
             ago_s = 0.0 if self._seen is not None else time.time() - one.at_ms / 1000

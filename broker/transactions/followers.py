@@ -44,7 +44,7 @@ ASK_S = 5.0
 
 
 class Followers:
-    """Only the broker's loop uses it."""
+    """Ends the branches that their clients left. Only the broker's loop uses it."""
 
     def __init__(
         self, broker_id: int, session: Session, transactions: TransactionalCommandProcessor, grace_s: float
@@ -113,7 +113,7 @@ class Followers:
                 ) from error
             verb = Verb.ROLLBACK
         await client.ask(self._branch(branch.xid, self._broker_id, branch.epoch), verb)
-        log.info("branch %s, which its client did not end: %s, as broker %d says", branch.xid, verb.name, broker_id)
+        log.info("branch %s: %s, as broker %d says; its client did not end it", branch.xid, verb.name, broker_id)
 
     async def _commit_followers(self, client: _Patient, branch: BranchState) -> None:
         """Commits at all followers of a decided branch, even if some fail. Raises the first error."""
@@ -153,7 +153,7 @@ class _Patient:
         self._silent = silent
 
     async def ask(self, branch: Branch, verb: Verb) -> None:
-        """Asks the broker. Raises like TxClient.ask()."""
+        """Asks the broker. Raises the errors of TxClient.ask()."""
         broker_id = branch.broker_id
         if broker_id in self._silent:
             raise MetamqError(f"broker {broker_id} does not answer")

@@ -115,7 +115,7 @@ class JournalStore:
         return bool(self._held[0])
 
     def append_held(self) -> None:
-        """Appends the held records as an entry of their own. Raises like append()."""
+        """Appends the held records as an entry of their own. Raises the errors of append()."""
         if self._held[0]:
             self.append([], [])
 

@@ -108,7 +108,7 @@ def _is_of_the_disk(error: MetamqError) -> bool:
 
 
 class TransactionalCommandProcessor:
-    """Only the broker's loop uses it."""
+    """Carries out requests for branches. Only the broker's loop uses it."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ REMEMBERED_IN_ENTRY = 5000
 
 
 class Upkeep:
-    """Only the broker's loop uses it, with one task at a time."""
+    """Writes MARKs and cuts the journal. Only the broker's loop uses it, with one task at a time."""
 
     def __init__(self, topics: Topics, flusher: Flusher) -> None:
         self.cut_bytes = CUT_BYTES
@@ -109,7 +109,7 @@ class Upkeep:
     async def shorten(self, term: TransactionTerm) -> None:
         """Rewrites the remembered outcomes and the needed records of the older half of a journal that is too long, and
         writes a MARK behind them. If no MARK can follow, or the last one allowed no cut, this is done again only when
-        the journal is twice as long. Raises like mark()."""
+        the journal is twice as long. Raises the errors of mark()."""
         state, journal = term.store.journal, term.journal
         waiting_bytes = sum(body.size_bytes for one in _waiting(state) for body in one.bodies.values())
         alive_bytes = waiting_bytes + sum(branch.bytes for branch in state.branches.values())

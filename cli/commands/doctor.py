@@ -57,7 +57,7 @@ DAMAGE_HINT = (
 )
 PLAN_SHARE_WARNED = 0.75
 IDLE_HINTS = {
-    False: "Add partitions, or run fewer members: a member without a partition only stands by.",
+    False: "Add partitions, or run fewer members: a member without a partition only waits.",
     True: "Create the topic again, with `metamq topic create`, or stop the member, which waits for the topic.",
 }
 """The hint for an idle member; True if its topics are gone."""

@@ -66,7 +66,7 @@ def status(broker_id: int | None, output: str) -> int:
     """Show each broker's replicas: roles, the in-sync set, how far slaves are behind their master.
 
     STATE is up, down (not registered), or silent (a registered master that left two requests unanswered). IN SYNC is
-    the value in ZooKeeper, also for a replica that is down. If there are faults, the command prints them and their
+    the value in ZooKeeper, even for a replica that is down. If there are faults, the command prints them and their
     repair on standard error, and the exit status is 1. It does not show a replica that is neither in sync nor running.
 
     \b
@@ -269,7 +269,7 @@ HISTORY_HEADINGS = ["TIME", "BROKER", "EPOCH", "FROM", "TO", "TOOK", "CAUSE", "G
 @ha.command()
 @click.argument("mode", type=click.Choice(MODES), required=False)
 @click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
-@click.option("--preferred", type=int, help="The replica that shall be the master while it is in sync; -1: none.")
+@click.option("--preferred", type=int, help="The replica that becomes the master whenever it is in sync; -1: none.")
 @TABLE_OR_JSON
 def failover(mode: str | None, broker_id: int | None, preferred: int | None, output: str) -> None:
     """Show or set the failover of brokers: auto or manual.

@@ -232,7 +232,7 @@ def _find(admin: Admin, text: str) -> tuple[list[BranchDescription], list[int]]:
 def _find_to_decide(admin: Admin, text: str, broker_id: int | None) -> list[BranchDescription]:
     """Returns the branches of a full id or global transaction, at one broker or at all.
 
-    Raises as _find(); ConnectError also if a broker that could not be asked may have another branch.
+    Raises the errors of _find(); ConnectError also if a broker that could not be asked may have another branch.
     """
     if broker_id is not None and broker_id not in admin.brokers():
         raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")

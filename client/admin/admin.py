@@ -82,8 +82,8 @@ class Admin:
         flush, retention_ms, retention_bytes, cleanup, segment_bytes, max_message_bytes, min_insync, replication; see
         metamq.zk.cluster.topics.TopicConfig.
 
-        With exist_ok=True an existing topic stays unchanged, whatever its partitions and settings, and brokers that are
-        down are not waited for.
+        With exist_ok=True an existing topic stays unchanged, even if its partitions or settings differ, and the call
+        does not wait for brokers that are down.
 
         Raises TopicExists, ConfigError (a wrong setting, no live broker), Timeout after `timeout_s`: then the topic
         exists, and its brokers follow when they can.
@@ -160,8 +160,8 @@ class Admin:
     def evict(self, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
         """Removes a member with a live session from its group. Returns the partitions that other members get now.
 
-        For members that are stuck: the next owners receive its uncommitted messages, and its own later commits are
-        refused. A member that still runs notices it and raises ClosedError. Raises ConfigError if there is no such
+        Use it for a member that is stuck. The next owners receive its uncommitted messages, and its own later commits
+        are refused. A member that still runs notices it and raises ClosedError. Raises ConfigError if there is no such
         group or member.
         """
         return self._call(admin_groups.evict, group, consumer_id)
@@ -192,9 +192,9 @@ class Admin:
     def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:
         """Makes a slave the master of its broker id, without a restart. Returns the new epoch.
 
-        A live master hands over: nothing is lost, and it becomes a slave. A dead master is not waited for, and becomes
-        a slave when it comes back. A slave that is not in sync is refused with Fenced. With `accept_loss` it becomes
-        the master without a hand-over, and the messages that it lacks are lost, see plan_promotion(). Raises
+        A live master hands over: nothing is lost, and it becomes a slave. The call does not wait for a dead master,
+        which becomes a slave when it comes back. A slave that is not in sync is refused with Fenced. With `accept_loss`
+        it becomes the master without a hand-over, and the messages that it lacks are lost, see plan_promotion(). Raises
         ConfigError if there is no such slave, ConnectError, Timeout.
         """
         return self._call(admin_replicas.promote, broker_id, replica, accept_loss)
@@ -206,11 +206,11 @@ class Admin:
     def set_failover(
         self, broker_id: int, *, mode: str | None = None, paused: bool | None = None, preferred: int | None = None
     ) -> Failover:
-        """Changes the failover of a broker id, and returns it. What is not given stays as it is.
+        """Changes the failover of a broker id, and returns it. An argument that is not given changes nothing.
 
         mode:       "auto": an in-sync slave takes over by itself. "manual": an operator promotes.
         paused:     True stops automatic switches for maintenance, False allows them again.
-        preferred:  the replica that shall be the master while it is in sync; -1: none.
+        preferred:  the replica that becomes the master whenever it is in sync; -1: none.
 
         Raises ConfigError for an unknown broker id or a wrong value.
         """
@@ -245,7 +245,7 @@ class Admin:
         return self._call(admin_removal.remove, broker_id, replica, accept_loss)
 
     def export_cluster(self) -> dict[str, Any]:
-        """Returns all data of the cluster in ZooKeeper, for `metamq cluster restore`: to be written as JSON.
+        """Returns all data of the cluster in ZooKeeper. Write it to a JSON file for `metamq cluster restore`.
 
         Data that exists only while a process runs is left out. `changed_meanwhile` names the data that changed during
         the export.
@@ -262,17 +262,19 @@ class Admin:
         return self._call(admin_transactions.open_branches)
 
     def commit_branch(self, xid: Xid, broker_id: int) -> None:
-        """Commits a prepared branch instead of its transaction manager, which learns of it when it asks.
+        """Commits a prepared branch in place of its transaction manager, which gets the outcome when it asks.
 
-        Its messages are visible from then on. The decision is kept until the manager, or forget_branch(), forgets it.
-        Raises BranchNotKnown, BranchMisuse if the branch is not prepared, HeuristicOutcome if it was decided before.
+        Its messages are visible from then on. The broker keeps the decision until the manager or forget_branch() drops
+        it. Raises BranchNotKnown, BranchMisuse if the branch is not prepared, HeuristicOutcome if it was decided
+        before.
         """
         self._call(admin_transactions.commit_branch, xid, broker_id)
 
     def rollback_branch(self, xid: Xid, broker_id: int) -> None:
-        """Rolls back a branch instead of its transaction manager, as commit_branch() commits one.
+        """Rolls back a branch in place of its transaction manager. The counterpart of commit_branch().
 
-        The branch does not have to be prepared; without a prepare no decision is kept. Raises as commit_branch().
+        The branch does not have to be prepared. The broker keeps no decision about a branch that was not prepared.
+        Raises as commit_branch().
         """
         self._call(admin_transactions.rollback_branch, xid, broker_id)
 

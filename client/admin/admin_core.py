@@ -19,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 WAIT_S = 30.0
-"""Seconds that a change of a topic waits for its brokers, unless the caller says otherwise."""
+"""The default for the seconds that a change of a topic waits for its brokers."""
 
 
 class AdminCore(OwnCluster):

@@ -1,4 +1,4 @@
-"""The administration of automatic failover: the mode of each broker id, its switches, and who would take over."""
+"""The administration of automatic failover: the mode of each broker id, its switches, and its next successor."""
 
 from __future__ import annotations
 

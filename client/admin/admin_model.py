@@ -103,9 +103,9 @@ class GroupSummary:
 class MemberDescription:
     """A member of a group. `partitions` are those that it owns at this moment, empty if there are none.
 
-    `progress_age_ms`: milliseconds since it last finished a message or found none, by its own report. Members report
-    every 10 s, so only a much higher age means that a member is stuck. `idle_reason`: the reason that the plan gives it
-    no partition, or "".
+    `progress_age_ms`: milliseconds since it last finished a message, or had none to process, by its own report. Members
+    report every 10 s, so only a much higher age means that a member is stuck. `idle_reason`: the reason that the plan
+    gives it no partition, or "".
     """
 
     consumer_id: str

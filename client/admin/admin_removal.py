@@ -67,7 +67,7 @@ async def _registered(session: Session, broker_id: int) -> dict[int, BrokerAddre
 def _runs(address: BrokerAddress) -> ConfigError:
     return ConfigError(
         f"replica {address.replica} of broker {address.broker_id} is registered, at {address.address}",
-        hint="Only what is gone permanently is removed. Stop it; a killed one stays registered until its session ends.",
+        hint="A registered replica is not removed: stop it. A killed one stays registered until its session ends.",
     )
 
 

@@ -132,7 +132,7 @@ def _replica(
 
 
 async def _ask_briefly(cluster: ClusterClient, address: BrokerAddress) -> dict[str, Any]:
-    """Returns the first page of the statistics. A hanging replica is not waited for as long as a busy one."""
+    """Returns the first page of the statistics. The wait is short, because the replica may hang."""
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
             connection = await cluster.connections.get(address)

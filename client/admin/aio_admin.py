@@ -41,12 +41,14 @@ if TYPE_CHECKING:
 
 
 class Admin:
-    """Reads and changes topics, groups and brokers; see metamq.Admin. Not thread-safe: for the loop that opens it.
+    """Reads and changes topics, groups and brokers; see metamq.Admin.
+
+    Not thread-safe: use it only in the loop that opens it.
 
         async with Admin() as admin:
             await admin.create_topic("flights", partitions=4)
 
-    Cancelling a call revokes nothing that was sent already.
+    A cancelled call does not revoke a request that was sent: the change may still be made.
     """
 
     def __init__(self, zookeeper: str | None = None, *, config: str | None = None, root: str | None = None) -> None:

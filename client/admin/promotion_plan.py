@@ -2,9 +2,9 @@
 
 The ends of two logs show what one lacks only if both replicas have followed the same last epoch. A replica that stopped
 earlier may have a longer log, with messages that were never acknowledged, and still lack messages that a later master
-acknowledged. And two slaves cannot know the acknowledgements that needed neither of them. So a number is given only for
-a replica that knows the last epoch, and only if a replica answers that has all acknowledged messages: the master of
-that epoch, or a replica in sync.
+acknowledged. And two slaves cannot know the acknowledgements that needed neither of them. So the plan has a number only
+if the replica knows the last epoch, and if a replica with all acknowledged messages answers: the master of that epoch,
+or a replica in sync.
 
 If the state node in ZooKeeper was restored from an older copy, two replicas may have been masters at once, each with
 acknowledged messages. No number shows which of them to keep.
@@ -61,7 +61,8 @@ def loss_of(mine: Has, others: Sequence[Has], state: Known, claimed: int = 0) ->
 
 
 def _more(mine: Has, others: Sequence[Has]) -> dict[str, int]:
-    """Returns the messages by topic that the others have more, taking the most of them in each partition."""
+    """Returns the number of messages that this replica lacks, by topic. The longest other log of each partition
+    counts."""
     ends: dict[tuple[str, int], int] = defaultdict(int)
     for other in others:
         for place, end in other.ends.items():

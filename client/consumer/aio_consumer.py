@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Consumer(OpenedLater, ConsumerApi[T]):
-    """Reads topics; see metamq.Consumer for the arguments. Not thread-safe: for the loop that opens it.
+    """Reads topics; see metamq.Consumer for the arguments. Not thread-safe: use it only in the loop that opens it.
 
         async with Consumer(topics=["flights"], group="etl") as consumer:
             async for message in consumer:
@@ -183,8 +183,10 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._core.resume(partitions_of(partitions) or self.assignment)
 
     async def lag(self) -> dict[TopicPartition, int]:
-        """Returns the number of stored messages that are not done, per assigned partition, as the brokers report
-        now."""
+        """Returns the number of stored messages that are not done, per assigned partition. Asks the brokers.
+
+        Raises the first error of a broker, or ConnectError.
+        """
         self._core.check_usable()
         return await self._core.lag()
 
@@ -197,11 +199,10 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         retry_delay_s: float = 0.1,
         dead_letter: bool = True,
     ) -> None:
-        """Calls `listener(message)` for each message and awaits it; like metamq.Consumer.run, with tasks instead of
-        threads.
+        """Calls `listener(message)` for each message and awaits the result. Like metamq.Consumer.run, with tasks
+        instead of threads.
 
-        The listener may be a plain function if it does not block: it runs in the loop, which does no other work
-        meanwhile.
+        The listener may be a plain function that does not block: while it runs, the loop does no other work.
         """
         self._core.check_loop_may_begin()
         dead_letters = DeadLetters(self._servers, self._root, self._plan.group) if dead_letter else None

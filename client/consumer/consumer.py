@@ -40,30 +40,34 @@ R = TypeVar("R")
 
 
 class Consumer(ConsumerApi[T]):
-    """Reads topics, alone or as a member of a group, which shares the partitions of its topics.
+    """Reads topics, alone or as a member of a group. The members of a group share the partitions of their topics.
 
     zookeeper:   "host:port,host:port/chroot"; the default is $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
     root:        the root znode of metamq; the default is $METAMQ_ROOT, the TOML file, then /meta.
     topics:      names of topics.
-    group:       the group's name. Its members share the partitions of their topics, and the group's offsets are kept.
-                 Without a group the consumer reads every partition and keeps no offsets.
-    start:       the start in a partition for which the group has no offset: "earliest", "latest", an aware datetime.
+    group:       the group's name. The group's offsets are kept, see `offsets`. Without a group the consumer reads every
+                 partition and keeps no offsets.
+    start:       the place to begin at in a partition for which the group has no offset: "earliest", "latest", or an
+                 aware datetime, which means the first message at or after it.
     decode:      converts bytes to a value; without it values are bytes. If it rejects a message, the loop raises
                  DecodeError, and the message is not done: it is delivered again. run() treats the error like an error
                  of its listener.
     filter:      messages for which `filter(message)` is false are skipped in iteration and in run().
-    auto_commit: True commits what is done every `commit_interval_ms`; with False call commit().
-    idle_timeout_s: iteration ends when no message came for so many seconds, and ZooKeeper and the brokers then confirm
-                 that no message is left to read. The time for joining, and outages, do not count. After 30 s of an
+    auto_commit: True commits what is done every `commit_interval_ms`. With False, you call commit().
+    idle_timeout_s: iteration ends after so many seconds without a message, once ZooKeeper and the brokers confirm that
+                 no message is left to read. The time for joining and the time of outages do not count. After 30 s of an
                  outage the loop raises ConnectError or Timeout. None waits without limit.
     on_assigned, on_revoked: called with a list of TopicPartitions, in a thread of their own. A revoked partition is
                  released after the callback has returned.
-    on_data_loss: the action if retention was faster than the group: continue at "earliest" or "latest", with a warning
-                 and a count in health(), or "fail" with OffsetOutOfRange. The same applies if a promotion with an
-                 accepted loss removed messages: "fail" raises OffsetDiverged, the others continue where the logs agree.
+    on_data_loss: the action if retention removed messages that the group has not read: "earliest" and "latest" continue
+                 there, with a warning and a count in health(); "fail" raises OffsetOutOfRange. If a promotion with an
+                 accepted loss removed messages, "fail" raises OffsetDiverged, and the others continue where the logs
+                 agree.
     strategy:    "range", "round_robin", "consistent_hash" or "sticky"; the same for all members of a group.
     offsets:     the storage of the group's offsets; None is ZooKeeper. See DatabaseOffsets, FileOffsets.
     broadcast:   True delivers every message to every member; needs offsets=FileOffsets(path).
+    consumer_id: the member's name in its group, not in use by another member; the default is a new, unique name.
+    config:      a TOML file; its [consumer] section has the settings below.
     settings:    commit_interval_ms, fetch_wait_ms, fetch_min_bytes, fetch_max_bytes, partition_fetch_max_bytes,
                  prefetch_bytes, session_timeout_ms, read_from; see metamq.client.fetch.consumer_options.
 
@@ -155,7 +159,7 @@ class Consumer(ConsumerApi[T]):
         in_flight = self._receiver.take()
         if in_flight is None:
             return False
-        self._in_flight = in_flight  # before any call, in which a Ctrl-C may come
+        self._in_flight = in_flight  # before any call: a Ctrl-C may come in a call
         try:
             self._slices = in_flight.slices()
         except BaseException:
@@ -183,26 +187,32 @@ class Consumer(ConsumerApi[T]):
                 self._finish(is_handled=True)
 
     def _finish(self, *, is_handled: bool = False) -> None:
-        """Marks the delivered messages as done, because the loop asks for more; not a batch whose loop ended early."""
+        """Marks the delivered messages as done, because the loop asks for more.
+
+        A batch whose loop ended early is not done.
+        """
         self._slices = None
         if self._in_flight is not None:
             self._receiver.release(self._in_flight, last_done=is_handled or not self._in_flight.is_rejected)
             self._in_flight = None  # after release(): if a Ctrl-C interrupts that, the next call repeats it
 
     def commit(self, position: Position = None, *, connection: DatabaseConnection | None = NOT_GIVEN) -> None:
-        """Commits all that is done, or up to a message or batch inclusive, or {TopicPartition: next offset}.
-        Thread-safe.
+        """Commits offsets. Thread-safe.
 
+        position:   None commits all that is done. A message or a batch commits up to it, inclusive. A mapping
+                    {TopicPartition: next offset} commits the given offsets.
         connection: with offsets=DatabaseOffsets(...), the offsets are written into the current transaction of this
-        DB-API connection, and you commit it: results and offsets are stored together or not at all, so each message
-        counts exactly once. Needs auto_commit=False. Without a position everything that is done counts, but not the
-        message that is being processed. If the database's answer to its commit was lost, leave the block, seek back to
-        the transaction's first message, or process the same message or batch again: if it was stored, the commit raises
-        OwnershipLost.
+                    DB-API connection, and you commit the transaction. Results and offsets are stored together or not at
+                    all, so each message counts exactly once. Needs auto_commit=False. Without a position, the message
+                    that is being processed is not committed.
+
+        If the answer to the database's commit is lost, the transaction may be stored. Then leave the `with` block of
+        the consumer, seek back to the transaction's first message, or process the same message or batch again. If the
+        transaction was stored, a commit of its messages raises OwnershipLost.
 
         Raises OwnershipLost if a partition has another owner now, or these messages are counted already: roll back, and
         continue with the next messages. Raises OffsetOutOfRange for a given offset beyond the end; then nothing is
-        committed. Other errors may be retried.
+        committed. After any other error the commit can be repeated.
         """
         self._core.check_usable()
         self._check_not_none(connection)
@@ -222,10 +232,10 @@ class Consumer(ConsumerApi[T]):
         """Sets the next message of a TopicPartition: an offset, "earliest", "latest", or the first at a time.
         Thread-safe.
 
-        Raises OffsetOutOfRange for an offset beyond the end; Kafka's consumer would apply its reset policy at the next
-        poll. For an offset that retention has removed, `on_data_loss` decides; also for any offset while the broker
-        does not answer. Raises PartitionNotFound, ConfigError for a wrong place, OwnershipLost for another member's
-        partition.
+        Raises OffsetOutOfRange for an offset beyond the end. Kafka's consumer applies its reset policy at the next poll
+        instead. If retention has removed the offset, `on_data_loss` decides. While the broker does not answer, any
+        offset is accepted, and `on_data_loss` decides later. Raises PartitionNotFound, ConfigError for a wrong place,
+        OwnershipLost for another member's partition.
         """
         self._core.check_usable()
         self._wait_for(self._core.seek_to(partition_of(partition), where))
@@ -234,8 +244,10 @@ class Consumer(ConsumerApi[T]):
         self._wait_for(self._core.seek_to(tp, offset))
 
     def pause(self, *partitions: tuple[str, str]) -> None:
-        """Stops the delivery of these partitions, or all assigned ones, until resume(); they stay assigned.
-        Thread-safe."""
+        """Stops the delivery of these partitions, or all assigned ones, until resume(). Thread-safe.
+
+        The partitions stay assigned.
+        """
         self._in_loop(self._core.pause, partitions)
 
     def resume(self, *partitions: tuple[str, str]) -> None:
@@ -253,10 +265,10 @@ class Consumer(ConsumerApi[T]):
         self._wait_for(run())
 
     def lag(self) -> dict[TopicPartition, int]:
-        """Returns the number of messages that are stored and not done, per assigned partition, as the brokers report
-        now.
+        """Returns the number of stored messages that are not done, per assigned partition. Asks the brokers.
 
-        Thread-safe."""
+        Thread-safe. Raises the first error of a broker, or ConnectError.
+        """
         self._core.check_usable()
         return self._wait_for(self._core.lag())
 

@@ -1,4 +1,4 @@
-"""The common base of the blocking and the asyncio Consumer: checks arguments, and answers from any thread."""
+"""The common base of the blocking and the asyncio Consumer: argument checks, and the methods that do not wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["ConsumerApi", "Position", "offsets_of", "partitions_of"]
 
 
 def offsets_of(position: Position) -> dict[TopicPartition, int] | None:
-    """Returns the offsets that commit(position) commits: after a message or batch; None for all that is done."""
+    """Returns the offsets that commit(position) commits, or None for all that is done."""
     if position is None:
         return None
     if isinstance(position, Message):
@@ -83,7 +83,7 @@ class ConsumerApi(Generic[T]):
             )
         if self._core.plan.auto_commit:
             raise ConfigError(
-                "commit(connection=...) and auto_commit exclude each other: one would overtake the other",
+                "commit(connection=...) does not work with auto_commit, which may commit the same messages first",
                 hint="Give Consumer(auto_commit=False).",
             )
         return storage

@@ -58,7 +58,7 @@ RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
 
 
 class ConsumerCore:
-    """The core of one consumer, an AssignmentHandler and a FetchSink. For its loop, except for thread-safe methods."""
+    """The core of one consumer: AssignmentHandler and FetchSink. Only thread-safe methods work outside its loop."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class ConsumerCore:
             return
 
     async def _keep_start(self, state: PartitionState, first: FirstOffset) -> None:
-        """Commits the group's start before any message is done: "latest" is decided once, not by each new owner."""
+        """Commits the group's start before any message is done. Otherwise each new owner finds another "latest"."""
         assert state.claim is not None
         refused = await self.commits.commit([CommitRequest(state.claim, first.offset, first.epoch)])
         for error in refused.values():
@@ -252,7 +252,7 @@ class ConsumerCore:
     # Fetching
 
     def _fetch_from(self, state: PartitionState, offset: int, epoch: int | None = None) -> None:
-        """Fetches a partition from an offset on, instead of any earlier request."""
+        """Fetches a partition from an offset on. Replaces the earlier request."""
         self._stop_fetching(state)
         held_back = state.paused or state.starting or not self._delivering or self._closing
         if held_back or offset < 0 or not self._is_ours(state):
@@ -321,7 +321,10 @@ class ConsumerCore:
             self.consumed()
 
     def sent(self, requests: list[FetchRequest]) -> None:
-        """Ends the outages of requests that a broker has received. It sends no answer for a partition without data."""
+        """Ends the outages of requests that a broker has received.
+
+        The broker sends no answer for a partition without data.
+        """
         masters = [request.tp for request in requests if not self._sources.is_substitute(request)]
         for tp in self.outages.cut_off(masters):
             self.outages.ended(tp)
@@ -360,7 +363,7 @@ class ConsumerCore:
         self._queue.put(request, self.loop.time() + (0.0 if at_once else request.grow_delay()))
 
     def _damaged(self, request: FetchRequest, damage: CorruptData) -> None:
-        """Fetches damaged data again. Lasting damage is raised, after the messages before it."""
+        """Fetches damaged data again. Raises lasting damage in the handlers, after the messages before it."""
         report = report_of(request.tp, request.topic_id, request.offset)
         self._spawn(report_damage(self.cluster, request.source, report))
         if request.source.replica != MASTER:
@@ -378,7 +381,7 @@ class ConsumerCore:
         self.consumed()
 
     def _fail(self, tp: TopicPartition, error: MetamqError) -> None:
-        """Raises the error in the handlers until a seek leaves the place of the error."""
+        """Raises the error in the handlers until a seek of this partition."""
         self.outages.errors[tp] = str(error)
         self._stuck[tp] = error
         self.inbox.fail(error)
@@ -421,7 +424,7 @@ class ConsumerCore:
             valid = self._may_deliver()
             if valid == self._delivering:
                 if valid:
-                    self.inbox.poke()  # a handler may have tried in a lapse too short to be seen here
+                    self.inbox.poke()  # a handler may have tried during a gap too short to notice here
                 continue
             self._delivering = valid
             if valid:
@@ -463,7 +466,7 @@ class ConsumerCore:
             self.inbox.error = next(iter(self._stuck.values()), None)
         state.sought_offset, state.assumed_offset = offset, None
         state.seeks += 1
-        # Up to this offset it has read what the log has. If a further loss is accepted, it gets that error then.
+        # Up to this offset the consumer has read what the log has. With the epoch it notices a further accepted loss.
         epoch = stuck.epoch if isinstance(stuck, OffsetDiverged) and offset == stuck.agreed else -1
         self.inbox.rewind(state, offset, epoch)
         self._fetch_from(state, offset)
@@ -524,7 +527,7 @@ class ConsumerCore:
             return sorted(self.inbox.states)
 
     async def lag(self) -> dict[TopicPartition, int]:
-        """Returns the number of messages that are stored and not done, per partition, as the brokers report it now."""
+        """Returns the number of stored messages that are not done, per partition. Asks the brokers."""
         states = {state.tp: state for state in list(self.inbox.states.values()) if state.next_offset >= 0}
         ends = await self._finder.ends({tp: self._topic_id(state) for tp, state in states.items()})
         return {tp: max(ends[tp] - states[tp].done_offset(), 0) for tp in states if tp in ends}

@@ -1,4 +1,4 @@
-"""The dead-letter topic of a group: it gets the messages that the group's listeners have given up."""
+"""The dead-letter topic of a group: it gets the messages that the group's listeners failed to process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.client")
 
 BUFFER_BYTES = 1 << 40
-"""No limit: each handler of messages waits for one message at a time."""
+"""Bytes of the producer's buffer. This is no real limit: each handler waits for one message at a time."""
 
 
 def dead_letter_topic(group: str | None) -> str:

@@ -1,8 +1,8 @@
 """`consumer.run(listener)`: threads or tasks that take batches and call the listener, message by message.
 
-One of them at a time has a batch of a partition, so the partition's messages are processed in order; other partitions
-continue meanwhile. While a message waits for its next attempt, its partition waits, until the message is done or given
-up, or the partition is revoked: then the next owner receives the message.
+Only one of them at a time has a batch of a partition, so the partition's messages are processed in order. While a
+message waits for its next attempt, its partition waits and other partitions continue. The wait ends when the message is
+done or given up, or the partition is revoked. In the last case the next owner receives the message.
 """
 
 from __future__ import annotations

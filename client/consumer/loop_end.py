@@ -42,7 +42,7 @@ LOOK_S = 0.1
 ASK_AGAIN_S = 0.25
 """Seconds between two questions for the end of the data."""
 AT_ONCE_S = 2.0
-"""The most seconds after that pause for a question to count as a repetition: a later one is about a new doubt."""
+"""Seconds after that pause in which a question counts as a repetition. A later question is about a new doubt."""
 
 HANDLED = Timeout("another thread's message", inf)
 """The obstacle while another thread processes a message. Its patience has no limit, so it is never raised."""
@@ -146,8 +146,7 @@ class LoopEnd:
     def obstacle(self) -> Obstacle | None:
         """Returns the reason that the end of the data is not known now, or None.
 
-        If there are several obstacles, the first one to lose patience counts, with the error of the most probable
-        cause.
+        Of several obstacles, the one whose patience ends first counts, with the error of the most probable cause.
         """
         all_of_them = (self._zookeeper_away(), self._outage(), self.assignment.unsettled(), self._not_placed())
         found = [each for each in all_of_them if each is not None]
@@ -222,7 +221,7 @@ class LoopEnd:
             return doubt is None
 
     async def has_all_partitions(self) -> bool:
-        """Returns True if the consumer has every partition of its own. Asks ZooKeeper, like confirm()."""
+        """Returns True if the consumer has all its partitions. Asks ZooKeeper, like confirm()."""
         try:
             return self.obstacle() is None and await self.assignment.confirm() is None
         except MetamqError:
@@ -252,7 +251,7 @@ class LoopEnd:
                 reason = error.reason if isinstance(error, ConnectError) else error.problem
                 away = ConnectError(
                     self.outages.name_of(broker_id),
-                    f"it could not be asked if {count(len(topic_ids), 'partition')} had more to read: {reason}",
+                    f"it did not say if {count(len(topic_ids), 'partition')} had more to read: {reason}",
                     hint="Is the broker running? The processed messages are committed: start again when it is back.",
                 )
                 return Obstacle(away, requested_at, outages.PATIENCE_S)

@@ -1,7 +1,7 @@
 """The retries of a message whose listener fails: another attempt after a pause, then the dead-letter topic.
 
-`run()` of the blocking Consumer calls the listener in threads, that of the asyncio Consumer in tasks. The steps are
-written once, as coroutines, which never wait for a loop in a thread.
+The blocking Consumer calls the listener in threads, the asyncio Consumer in tasks. Both use the same coroutines. In a
+thread these coroutines never wait for a loop.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Listener = Callable[[Message[T]], object]
 """Called with each message. It returns when the message is done, and raises if it failed."""
 
 POLL_S = 0.5
-"""Seconds between two checks that a message that waits for its next attempt still belongs to this consumer."""
+"""Seconds between two checks if a message, which waits for its next attempt, still belongs to this consumer."""
 RETRY_DELAY_MAX_S = 30.0
 DOUBLINGS_MAX = 1000
-"""2.0 ** 1024 is an OverflowError."""
+"""The most doublings of the delay: 2.0 ** 1024 raises OverflowError."""
 ROLLBACK_DELAY_S = 0.1
 
 
@@ -57,7 +57,7 @@ class RetryPolicy:
         check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
 
     def pause_after(self, error: Exception, failed_attempts: int) -> float | None:
-        """Returns the seconds until the next attempt, or None to give up. `failed_attempts` includes a counted one."""
+        """Returns the seconds until the next attempt, or None to give up. `failed_attempts` includes this one."""
         if isinstance(error, Rollback):
             return error.delay_s
         if failed_attempts >= self.max_attempts:
@@ -102,7 +102,7 @@ class ListenerRun(ABC):
                     message: Message[Any] = message_of(fields)
                     if self.filter is not None and not self.filter(message):
                         continue
-                    try:  # here, and not in a coroutine for each message: that would take a fifth of the rate
+                    try:  # a coroutine for each message would cost a fifth of the rate
                         outcome = self.listener(message)
                         if self._awaits and outcome is not None and inspect.isawaitable(outcome):
                             await outcome

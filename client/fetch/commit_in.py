@@ -1,9 +1,9 @@
 """Offsets in the application's own transaction: the check that messages are not counted twice.
 
 The row holds the offset up to which messages are counted. Results of messages before an offset may be stored together
-with that offset only if none of these messages is counted yet. It is not enough that this consumer still owns the row,
-which the row's claim generation shows: the outcome of a database commit may be unknown. If its answer was lost, the
-application processes the message again, although its results are stored. Then the row holds more than it may, and the
+with that offset only if none of these messages is counted yet. The row's claim generation shows that this consumer
+still owns the row. That is not enough, because the outcome of a database commit may be unknown. If its answer was lost,
+the application processes the message again, although its results are stored. Then the row is past its limit, and the
 new transaction is refused.
 
     a message       the row must not be past it
@@ -104,5 +104,5 @@ def _guess(state: PartitionState, request: CommitRequest) -> CommittedOffset | N
 
 
 def _counted(held: CommittedOffset | None, claim: Ownership) -> int:
-    """Returns the offset up to which the current topic's messages are counted. A row may be of a deleted topic: -1."""
+    """Returns the offset up to which the current topic's messages are counted; -1 if the row is of a deleted topic."""
     return held.offset if held is not None and held.topic_id == claim.topic_id else -1

@@ -39,7 +39,7 @@ class ConsumerOptions:
     partition_fetch_max_bytes: int = 1024 * 1024
     """The most bytes of one partition in one answer. A larger batch is still sent whole."""
     prefetch_bytes: int = 16 * 1024 * 1024
-    """The bytes of fetched messages that are not done above which the consumer fetches no more."""
+    """The limit for the bytes of fetched messages that are not done. Above it the consumer fetches no more."""
     session_timeout_ms: int = 10_000
     """Milliseconds after a consumer's death until its partitions go to other members."""
     read_from: str = "master"

@@ -51,7 +51,7 @@ class FetchRequest:
     """The fetch session that knows the request, and its handle there."""
 
     def came_damaged(self, damage: CorruptData) -> CorruptData | None:
-        """Counts one more damaged answer at `offset`. Returns the error to raise after DAMAGED_FETCHES_MAX of them."""
+        """Counts one more damaged answer at `offset`. From DAMAGED_FETCHES_MAX on, returns the error to raise."""
         self.damaged_fetches += 1
         if self.damaged_fetches < DAMAGED_FETCHES_MAX:
             return None

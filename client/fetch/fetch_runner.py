@@ -10,8 +10,8 @@ their own, each of which amends the one before.
 If the replica has another address now, for example after a change of the master, the runner closes the connection and
 continues at the new address.
 
-A partition that was answered with an error is opened again when it is next due: the broker's finding for the old handle
-is final, even if the broker had just not learnt of the topic yet.
+A partition that was answered with an error is opened again when it is next due: the broker's error for the old handle
+is final, even if the broker only did not know the topic yet.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class FetchBudget:
         return max(self._options.prefetch_bytes // max(len(self._inbox.states), 1), 1)
 
     def allows_more(self, state: PartitionState) -> bool:
-        """Returns True if more may be fetched; always below a fair share, so that a slow partition blocks no other
-        one."""
+        """Returns True if more may be fetched. A partition below its fair share always gets more, so a slow one blocks
+        no other."""
         limit = self._options.prefetch_bytes
         if state.buffered_bytes < self._share_bytes():
             return True

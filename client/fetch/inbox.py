@@ -6,11 +6,11 @@ The loop puts fetched batches in. A handler (the application's own thread, a poo
 at a time. While a batch of a partition is in flight, the partition gives no other one, so a partition's messages are
 processed in order, whichever handler processes them. Partitions take turns.
 
-A message is done when the handler asks for the next one. There may be no work per message, so nothing counts messages:
-an InFlightBatch holds the C iterator of its batch's offsets, whose length hint shows how many were delivered. To take a
-batch back in the middle (a revoked partition, a seek, an ended lease) its gate is emptied, a list that the iterator
-reads first: the last delivered message stays, and no further one is delivered. The loop may be late to do that, for
-example in a process that was frozen, so the iterator itself checks the lease, once per slice of a batch.
+A message is done when the handler asks for the next one. Work for each message would be too slow, so nothing counts
+messages: an InFlightBatch holds the C iterator of its batch's offsets, whose length hint shows how many were delivered.
+To take a batch back in the middle (a revoked partition, a seek, an ended lease), the inbox empties its gate, a list
+that the iterator reads first. Then the last delivered message stays, and no further one is delivered. The loop may do
+that late, for example in a process that was frozen, so the iterator itself checks the lease, once per slice of a batch.
 
     in the log   ...│ done          │ in flight │ buffered, or being fetched │ not fetched
                     ^ committed     ^ done_offset                            ^ request.offset
@@ -59,7 +59,7 @@ class PartitionState:
     """The offset that a transaction of the application has committed. The transaction may have failed."""
     lowest_offset: int = 0
     reached_offset: int = 0
-    """The delivered offsets since the assignment, before the last seek, are from `lowest_offset` to here."""
+    """Offsets from `lowest_offset` up to this one were delivered between the assignment and the last seek."""
     sought_offset: int | None = None
     """The target of the application's last seek, until the next commit in a transaction of its own."""
     seeks: int = 0

@@ -1,6 +1,6 @@
 """Several stored batches of one partition in one batch: the result of `batches(max_messages=...)`.
 
-Producers' batches are small if their traffic is; then one transaction per batch costs more than the work in it. Batches
+Producers with little traffic send small batches. Then one transaction per batch costs more than the work in it. Batches
 are joined if they follow one another without a gap and have the same epoch. So offsets and epoch mean the same as in a
 single batch.
 """

@@ -27,9 +27,10 @@ VALUES_AT = 3
 
 
 def own_part(data: memoryview) -> memoryview:
-    """Returns `data`, or a copy if it is less than half of its underlying memory. It would keep that memory uncounted.
+    """Returns `data`, or a copy if it is less than half of its underlying memory.
 
-    The answer of one busy partition, which is nearly all of it, is not copied.
+    A small part would keep all of that memory, and no limit counts it. The data of one busy partition is nearly all of
+    an answer, and is not copied.
     """
     return memoryview(bytes(data)) if 2 * len(data) < memoryview(data.obj).nbytes else data
 
@@ -117,8 +118,8 @@ class MessageBatch(Generic[T]):
         return values
 
     def _decoded(self, offset: int, count: int) -> list[T]:
-        """Returns the values from an offset on, up to the first that `decode=` rejects. Without any: raises
-        DecodeError."""
+        """Returns the values from an offset on, up to the first that `decode=` rejects. Raises DecodeError if there is
+        none."""
         at = offset - self.offset
         plain = self._plain[at : at + count]
         values: list[Any] = []

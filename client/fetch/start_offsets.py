@@ -187,7 +187,8 @@ class OffsetFinder:
 
 
 def _only_the_master_knows(tp: TopicPartition, result: OffsetsResult) -> ConnectError:
-    """Returns the error for a start that only the master knows: a slave may have removed messages that it still has."""
+    """Returns the error for a start that only the master knows: a slave may have removed messages that the master still
+    has."""
     return ConnectError(
         f"the master of {tp}", f"a slave is there, but begins at {result.start_offset}, where the master may have more"
     )

@@ -15,8 +15,9 @@ from metamq.zk.partitions import TopicPartition
 class AssignedPartition:
     """A partition to consume. `claim.committed` is the offset to continue at, or None if the group has committed none.
 
-    Its topic id may be that of a deleted topic of the same name, and its epoch may be unknown to the log: then the
-    offset has no meaning in the present log. Commit with this claim; only its claim generation matters there.
+    The topic id of `claim.committed` may be that of a deleted topic of the same name, and the log may not know its
+    epoch. In both cases the offset has no meaning in the present log. Commit with this claim: a commit uses only its
+    claim generation.
     """
 
     claim: Ownership

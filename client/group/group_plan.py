@@ -56,7 +56,7 @@ class Watched(Generic[T]):
         return self._value
 
     def forget(self) -> None:
-        """Makes the next `get` read again, changed or not."""
+        """Makes the next `get` read the value again, even if it has not changed."""
         self._fresh = False
 
     def _fired(self) -> None:
@@ -94,10 +94,10 @@ class GroupPlan:
     async def agree(self, joined_in: int) -> Plan:
         """Returns the plan for the current inputs. If the stored plan has other inputs, makes and stores a new one.
 
-        `joined_in` is the session's generation in which this member has joined. If a plan for all inputs is too large
-        for ZooKeeper, the next one leaves out the additions: live members keep their partitions, and get those of
-        members that are gone. Raises PlanTooLarge if this member is new or even that plan is too large; CannotStay if
-        this member was evicted or the group uses another strategy; ConfigError if the plan is of a newer metamq;
+        `joined_in` is the session generation in which this member has joined. If a plan for all inputs is too large for
+        ZooKeeper, the next one leaves out the additions: live members keep their partitions, and get those of members
+        that are gone. Raises PlanTooLarge if this member is new or even that plan is too large; CannotStay if this
+        member was evicted or the group uses another strategy; ConfigError if the plan is of a newer metamq;
         ConnectionLost.
         """
         while True:

@@ -71,7 +71,8 @@ class Lack(NamedTuple):
 
 
 class Holdings:
-    """The holdings of one member. `changed` requests another `follow`; `failed` too, later, after a background error.
+    """The holdings of one member. `changed` requests another `follow`. `failed` requests a later one, after a
+    background error.
 
     Only one `follow` or `drop_all` runs at a time. The other methods may be called meanwhile, in the same
     loop.
@@ -131,7 +132,7 @@ class Holdings:
     # Following a plan
 
     async def follow(self, plan: Plan) -> None:
-        """Takes every step towards `plan` that is possible now. Later ends of steps call `changed`. Raises
+        """Takes every step towards `plan` that is possible now. A step that ends later calls `changed`. Raises
         MetamqError."""
         await self._settle_doubts()
         mine = mine_in(self._id, plan)
@@ -167,7 +168,7 @@ class Holdings:
         return some
 
     def _still(self, some: _Some, phase: Phase) -> _Some:
-        """Returns those of the holdings that were neither forgotten nor moved to another phase meanwhile."""
+        """Returns the holdings that still exist and are still in this phase."""
         return {tp: held for tp, held in some.items() if self._held.get(tp) is held and held.phase is phase}
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -377,7 +378,7 @@ class Holdings:
         await self._settle_doubts()
 
     async def drain(self) -> None:
-        """Waits until the handler has no in-flight messages. There must be no `follow` afterwards."""
+        """Waits until the handler has no in-flight messages. Do not call `follow` afterwards."""
         for task in self._reading:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

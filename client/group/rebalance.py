@@ -1,8 +1,8 @@
 """A group member at work: it joins, agrees on a plan with the other members, and follows the plan.
 
-One task does all checks and decisions. Watches, state changes and finished work only request another check; however
-many requests come meanwhile, the task checks once. A round agrees on the plan (`group_plan`), then takes the steps from
-what this member holds to what the plan gives it (`holdings`):
+One task does all checks and decisions. Watches, state changes and finished work only request another check. One check
+serves all requests that came before it. A round agrees on the plan (`group_plan`), then takes the steps from what this
+member holds to what the plan gives it (`holdings`):
 
     revoke    the handler finishes its in-flight messages; in the background, so one slow message delays nothing else
     release   commit the last offsets, delete the owner nodes
@@ -102,7 +102,7 @@ class ZKLoadRebalanceListener:
         self._joined_in = 0
         self._written: Member | None = None
         self._signed = 0
-        """The plan's generation at the last update of the member's node."""
+        """The group generation at the last update of the member's node."""
         self._since_ms = self._progress_ms = _now_ms()
         self._failures = 0
         self._last_error = ""
@@ -140,9 +140,9 @@ class ZKLoadRebalanceListener:
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Leaves the group: waits for in-flight messages, commits, releases everything. May be repeated.
 
-        `timeout_s` limits the writes to ZooKeeper and the storage, in seconds, but not the handler. Partitions whose
-        last offset could not be written in time go to the next owner, uncommitted, when the session ends: close the
-        session.
+        `timeout_s` limits the writes to ZooKeeper and the storage, in seconds, but not the handler. Close the session
+        afterwards: when it ends, partitions whose last offset was not written in time go to the next owner,
+        uncommitted.
         """
         if self._task is None:
             return
@@ -224,7 +224,7 @@ class ZKLoadRebalanceListener:
         if unproven is None:
             return None
         name = unproven if isinstance(unproven, str) else unproven.consumer_id
-        # Either the member proves that it is alive, or its node is gone, when its session would be over.
+        # At the latest when its session would expire, the member has proved that it is alive, or its node is gone.
         return Obstacle(Timeout(f"waiting for a sign of life of {name!r}", inf), requested_at, inf)
 
     async def publish(self, done: Mapping[TopicPartition, int]) -> None:

@@ -121,7 +121,7 @@ def mine_in(consumer_id: str, plan: Plan | None) -> dict[TopicPartition, str]:
 
 
 def group_strategy(previous: Plan | None, members: Mapping[str, Member]) -> str:
-    """Returns the strategy of the group: the plan's, while one of its members that requests that strategy is present.
+    """Returns the group's strategy: the plan's strategy while a member of the plan is present that requests it.
 
     Otherwise the strategy of the member that joined first.
     """

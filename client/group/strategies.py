@@ -1,10 +1,10 @@
 """The distribution of partitions: pure functions of (previous plan, members with subscriptions, configured partitions).
 
-    range            per topic a contiguous run for each member, in order of member id, the default of Metamorphosis.
+    range            each member gets one contiguous run of each topic, in order of member id; Metamorphosis' default.
     round_robin      all partitions are dealt one by one to the members in order of id.
     consistent_hash  each partition goes to the next point clockwise on a ring of 160 points per member: uneven, but a
                      member that joins or leaves moves no partition between the others.
-    sticky           even within one partition, and a partition moves only if evenness requires it.
+    sticky           members get equally many partitions, or one more; a partition moves only if that requires it.
 
 The result depends only on values, never on their order: members with the same inputs get the same plan. Partitions are
 ordered by number, so 0-10 comes after 0-2. Members of one group may subscribe to different topics. A partition goes

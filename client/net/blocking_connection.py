@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SOON_S = 0.001
 """The shortest wait in seconds; 0 would mean not to wait at all."""
 RECEIVE_BUFFER_BYTES = 1024 * 1024
-"""The kernel buffers at least so many bytes of an unread answer; the rest stays with the broker."""
+"""The kernel buffers at least this number of bytes of an unread answer. The rest stays with the broker."""
 
 
 class BlockingConnection:
@@ -91,8 +91,8 @@ class BlockingConnection:
 
     @property
     def is_idle(self) -> bool:
-        """True if the connection is open and has no unread data. Without a request, such data is the connection's
-        end."""
+        """True if the connection is open and has no unread data. Without a request, unread data means that the broker
+        has closed the connection."""
         if not self.is_open:
             return False
         self._socket.settimeout(0)

@@ -120,7 +120,7 @@ def _is_later(error: MetamqError) -> bool:
 
 
 def _was_done(verb: Verb, answer: BranchNotKnown) -> bool:
-    """True if a repeated request that finds the branch gone may count as done by the first request."""
+    """True if a repeated request finds the branch gone, and may count as done by its first try."""
     return verb is Verb.FORGET or (verb is Verb.ROLLBACK and not answer.finished)
 
 
@@ -222,7 +222,7 @@ class TxClient:
         return XACode(code)
 
     async def resolve(self, branch: Branch, timeout_s: float) -> None:
-        """Returns when the branch is committed. To be called after a COMMIT_ONE_PHASE without an answer.
+        """Waits until the branch is committed. Call it after a COMMIT_ONE_PHASE without an answer.
 
         Raises RolledBack if the branch is not committed and never will be, and OutcomeUnknown if no broker answers.
         """

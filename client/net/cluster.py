@@ -129,7 +129,7 @@ class ClusterClient:
                     raise
 
     async def look_again(self) -> None:
-        """Reads the current masters, whatever the watches reported: no older than this call. Raises ConnectError."""
+        """Reads the masters again now, even if no watch has fired. Raises ConnectError."""
         await self.session.sync()
         async with self._reading["/brokers"]:
             self.brokers = await live_brokers(self.session)

@@ -73,7 +73,7 @@ async def open_session(
     patient: bool = True,
     make_chroot: bool = False,
 ) -> Session:
-    """Opens a session like Session.open, with an error that says so if a broker listens instead of ZooKeeper."""
+    """Opens a session like Session.open. If a broker listens at the address, the error says so."""
     try:
         return await Session.open(servers, root=root, timeout_ms=timeout_ms, patient=patient, make_chroot=make_chroot)
     except ConnectError as error:

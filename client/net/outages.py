@@ -23,7 +23,7 @@ log = logging.getLogger("metamq.client")
 
 WARN_AFTER_S = 1.0
 PATIENCE_S = 30.0
-"""Seconds that a loop that ends when no message comes waits for unreachable partitions before it raises."""
+"""Seconds for which a loop with `idle_timeout_s` waits for unreachable partitions. Then it raises the error."""
 
 
 class _Outage(NamedTuple):

@@ -44,7 +44,7 @@ wake-up costs as much as copying some ten thousand bytes."""
 
 
 def wake_after(sock: socket.socket, size: int) -> None:
-    """Makes the kernel wait for `size` bytes, which must be sure to come, or the end, before it wakes a reader."""
+    """Makes the kernel wake a reader only after `size` bytes, which must be certain to come, or at the end."""
     if sys.platform == "linux":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 

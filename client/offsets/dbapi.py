@@ -142,7 +142,7 @@ class Database(ABC):
         if callable(getattr(known, "get_autocommit", None)):  # MySQL's modules
             return bool(known.get_autocommit())
         if self.dialect == SQLITE and self._of_sqlite("isolation_level") is None and not known.in_transaction:
-            # Since Python 3.12 `autocommit` may say that there are transactions nevertheless.
+            # Since Python 3.12, `autocommit=False` means that there are transactions in this case, too.
             return getattr(known, "autocommit", True) is not False
         return getattr(known, "autocommit", False) is True
 
@@ -366,6 +366,6 @@ def check_paramstyle(paramstyle: str) -> str:
     if paramstyle not in _PLACEHOLDERS:
         raise ConfigError(
             f"paramstyle {paramstyle!r} is unknown",
-            hint=f"Supported are, of those in PEP 249: {', '.join(_PLACEHOLDERS)}.",
+            hint=f"metamq supports these of PEP 249: {', '.join(_PLACEHOLDERS)}.",
         )
     return paramstyle

@@ -505,7 +505,7 @@ class Accumulator:
         return min(begun, default=None)
 
     def resolved(self, config: TopicConfig) -> list[OutgoingBatch]:
-        """Places the waiting messages, after the loop has read the topic's configuration, also if it has changed.
+        """Places the waiting messages. Called when the loop has read the topic's configuration, first or changed.
 
         Returns a failed batch for each message that has no place, for example because its partition does not exist.
         """

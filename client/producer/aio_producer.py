@@ -15,7 +15,9 @@ from metamq.client.typevars import T
 
 
 class BaseProducer(OpenedLater, ProducerApi[T]):
-    """Sends messages to topics; see metamq.Producer for the arguments. Not thread-safe: for the loop that opens it.
+    """Sends messages to topics; see metamq.Producer for the arguments.
+
+    Not thread-safe: use it only in the loop that opens it.
 
         async with Producer() as producer:
             receipt = await producer.send("flights", b"...")

@@ -73,7 +73,7 @@ def size_of_all(messages: Sequence[AnyMessage]) -> int:
 
 
 class Busy(NamedTuple):
-    """The places for which batches wait to be sent: open batches for them may as well grow."""
+    """The places for which batches wait to be sent. An open batch for such a place may wait and grow."""
 
     brokers: Set[int]
     places: Mapping[str, Set[tuple[int, int]]]
@@ -112,7 +112,7 @@ class OutgoingBatch:
     timestamps: list[int] | None = None
     headers: list[Headers | None] | None = None
     count: int = 0
-    """The number of messages, known once done. Then the batch drops the messages themselves."""
+    """The number of messages, set when the batch is done. Then the batch drops the messages themselves."""
     size: int = 0
     created_ns: int = field(default_factory=time.monotonic_ns)
     encoded: bytearray | None = None
@@ -290,7 +290,8 @@ class _Waitable(Generic[R]):
                 raise Timeout(f"the delivery to {batch.name}", timeout or 0)
 
     def _last_pending(self) -> OutgoingBatch | None:
-        """Returns the batch to wait for. Batches are done about in order: when this one is done, all are, or soon."""
+        """Returns the batch to wait for. Batches are done nearly in order: when this one is done, the others are done,
+        or soon will be."""
         return next((batch for batch in reversed(self._batches()) if not batch.done), None)
 
     def _check_may_block(self) -> None:
@@ -411,8 +412,8 @@ class ManyDelivery(_Waitable[list[ReceiptRange]]):
         ]
 
     def result(self, timeout: float | None = None) -> list[ReceiptRange]:
-        """Waits until the messages are stored. Returns a range of offsets per partition, or more if other writers
-        interleave.
+        """Waits until the messages are stored. Returns one range of offsets per partition, or more if messages of other
+        writers are in between.
 
         Raises as `Delivery.result`. After an error some of the messages may be stored.
         """

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.client")
 
 FLUSH_TIMEOUT_S = 35.0
-"""Seconds, more than the default of `delivery_timeout_s`: undeliverable messages fail first, with their reason."""
+"""The default timeout of flush() and close(), in seconds. With the default of `delivery_timeout_s`, messages fail
+first."""
 FAILURES_MAX = 1000
 RESOLVE_RETRY_S = 0.2
 _DOCTOR = "Check that the brokers are up with `metamq doctor`."

@@ -11,10 +11,11 @@
     none within its time          the batch fails with DeliveryTimeout
 
 Once ZooKeeper names another master, the sender does not wait for answers of the previous one: it may hang, and its
-answers may be void. The unanswered batches go to the new master, which recognizes by their numbers those that it has.
+answers may be void. The unanswered batches go to the new master, which recognizes the batches that it has by their
+numbers.
 
-A partition or a broker for which batches wait, because they cannot be sent now, is *busy*: open batches for it may as
-well grow, and messages without a key go to other partitions. All code of this module runs in the producer's loop.
+A partition or a broker for which batches wait, because they cannot be sent now, is *busy*: open batches for it may wait
+and grow, and messages without a key go to other partitions. All code of this module runs in the producer's loop.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ log = logging.getLogger("metamq.client")
 INFLIGHT_REQUESTS = 8
 """The highest number of unanswered requests on one connection."""
 PUT_BYTES = 2 * 1024 * 1024
-"""The size in bytes from which on a PUT takes no further batch."""
+"""A PUT of this size in bytes takes no further batch."""
 RETRY_PAUSE_S = 0.1
 TICK_S = 0.1
 WARN_AFTER_S = 1.0

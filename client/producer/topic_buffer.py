@@ -89,10 +89,9 @@ def failed_batch(topic: str, error: Exception) -> OutgoingBatch:
 def add_message(
     batch: OutgoingBatch, value: bytes, key: bytes | None, headers: Headers | None, timestamp_us: int | None, size: int
 ) -> int:
-    """Appends a message of `size` bytes to an open batch. A column that begins with this message is filled up before
-    it.
+    """Appends a message of `size` bytes to an open batch. A new column gets default entries for the earlier messages.
 
-    The value is appended last: a message whose adding was interrupted has no value, see align_columns().
+    The value is appended last. So an interrupted call leaves no value, and align_columns() removes the rest.
     """
     values: list[bytes] = batch.values  # type: ignore[assignment]
     index = len(values)
@@ -126,7 +125,7 @@ def add_message(
 
 
 def align_columns(batch: OutgoingBatch) -> None:
-    """Removes the remains of an interrupted add_message(): an entry in a column without a value beside it."""
+    """Removes the remains of an interrupted add_message(): entries of columns that have no value."""
     count = len(batch.values)
     for column in (batch.keys, batch.headers, batch.timestamps):
         if column is not None and len(column) != count:
@@ -136,7 +135,7 @@ def align_columns(batch: OutgoingBatch) -> None:
 def too_large(buffer: TopicBuffer, size: int) -> MessageTooLarge:
     """Returns the error for a message that is too large."""
     topic = buffer.topic
-    hint = f"Send less at once, or raise the limit: `metamq topic alter {topic} --max-message-bytes 4MiB` (the most)."
+    hint = f"Send less at once, or raise the limit: `metamq topic alter {topic} --max-message-bytes 4MiB` at most."
     if size > MESSAGE_BYTES_MAX:
         hint = ""  # MessageTooLarge has a hint of its own: no limit can be raised so far
     elif buffer.config is None or buffer.limit_bytes < buffer.config.max_message_bytes:

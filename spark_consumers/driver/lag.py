@@ -23,9 +23,9 @@ class QueryLag:
     """The lag of a query after its batch `batch_id`."""
 
     query_id: str
-    """The same as long as the query has its checkpoint."""
+    """The id of the query. It stays the same as long as the query has its checkpoint."""
     run_id: str
-    """Another id after each start."""
+    """The id of the run. Each start has another one."""
     name: str | None
     """The name from `writeStream.queryName(…)`."""
     batch_id: int
@@ -34,7 +34,7 @@ class QueryLag:
 
     @property
     def messages(self) -> int:
-        """The sum over all partitions."""
+        """The messages that the query has not read, in all partitions."""
         return sum(self.partitions.values())
 
 

@@ -1,8 +1,8 @@
 """Plans a query: asks for the offsets where it begins and ends, and makes the tasks of its ranges.
 
-Masters answer. If a broker has no master for a moment, and no slave is promoted, a batch query that reads from slaves
-uses a slave's answer: its tasks read what the slave shows. Messages that the master has acknowledged beyond that may be
-missing, so the driver warns. If the slave does not have a requested offset or time, the driver waits for the master.
+The masters answer. If a broker has no master for a moment, and no slave is promoted, a batch query that reads from
+slaves uses a slave's answer: its tasks read what the slave shows. Later messages that the master has acknowledged may
+be missing, so the driver warns. If the slave does not have a requested offset or time, the driver waits for the master.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SLAVES_AFTER_S = 3.0
 """Seconds after which slaves are asked: by then a restarted master is registered again."""
 
 SlaveCheck = Callable[[TopicPartition, OffsetsResult], bool]
-"""The check if a slave's answer for a partition is enough."""
+"""Returns True if a slave's answer for a partition is enough."""
 
 
 def batch_ranges(view: ClusterView, options: SourceOptions) -> list[OffsetRange]:

@@ -92,10 +92,10 @@ def begin(
 def reachable(
     target: Places, before: Places, answers: Mapping[TopicPartition, Found]
 ) -> dict[TopicPartition, StreamPlace]:
-    """Returns the target without what cannot be reached: if a log diverges from what was read, only up to that place.
+    """Returns the target without its unreachable part: if a log diverges from what was read, it ends there.
 
-    The rest was not there when the target was fixed, unless that was done with the new log. If the query is before the
-    divergence, the answer shows it by an epoch that is newer than the target's and begins before the target.
+    A target that was fixed with the new log stays. If the query is before the divergence, the answer shows that by an
+    epoch that is newer than the target's and begins before the target.
     """
     found = dict(target)
     for tp, place in target.items():

@@ -1,6 +1,6 @@
 """Publishes a query's progress as its group's offsets: only the changes, at the same time as the query's next batch.
 
-Nothing depends on it. Only the end of a query that reads what there is and stops waits for it.
+Nothing depends on it. Only a query that reads what there is, and then stops, waits for it at its end.
 """
 
 from __future__ import annotations

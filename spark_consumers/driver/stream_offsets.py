@@ -8,8 +8,8 @@ Spark asks for the offset before the first batch two or three times, also after 
 So that offset is a mark, and the real start of the first batch is in its end, in `from`. Once Spark has stored the end,
 the batch is the same in each run. The same holds for partitions that are added later.
 
-A place is an offset and the epoch of the message before it (-1: unknown). By the epoch a reader notices that a
-promotion gave up what it has read. By the topic's id it notices that a topic was deleted and created again.
+A place is an offset and the epoch of the message before it (-1: unknown). The epoch shows a reader that a promotion
+gave up messages that it has read. The topic id shows that a topic was deleted and created again.
 
 Spark compares offsets as texts: the same places always give the same text.
 """

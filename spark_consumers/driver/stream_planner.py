@@ -5,7 +5,8 @@ messages with failOnDataLoss, and brokers that do not answer at the query's star
 messages, unless "nothing new" would end the query.
 
 If a step has nothing new, Spark assumes that the query has read everything: processAllAvailable() returns. So the
-planner says so only when each broker has. It waits for a silent broker until the warning about it is due.
+planner reports that only if every broker has nothing new. It waits for a silent broker until the warning about it is
+due.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def getDefaultReadLimit(self) -> ReadLimit:
         """Returns a limit that Spark only passes back to latestOffset(): the options limit a batch.
 
-        The limit is not ReadAllAvailable, which is what Trigger.Once gives. Trigger.Once asks one time only, and takes
-        "nothing new" as the end.
+        The limit is not ReadAllAvailable, the limit of Trigger.Once. Trigger.Once asks only once, and takes "nothing
+        new" as the end.
         """
         return OURS
 

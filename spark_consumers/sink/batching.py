@@ -29,7 +29,7 @@ Topics = Callable[[str], TopicConfig]
 COLUMNS = ("value", "key", "headers", "topic", "partition")
 """The columns of a message; a query may have others."""
 OPEN_BYTES_MAX = 32 * 1024 * 1024
-"""Limit of all pieces that wait for others: with thousands of partitions each would wait for its megabyte."""
+"""The most bytes of all waiting pieces. Without this limit, each of thousands of partitions waits for its megabyte."""
 
 
 class Target(NamedTuple):
@@ -196,7 +196,7 @@ class Batcher:
                 sizes = pc.add(sizes, pc.fill_null(pc.binary_length(one.slice(first, end - first)), 0))
         largest = pc.max(sizes).as_py() + MESSAGE_OVERHEAD_BYTES
         if largest > config.max_message_bytes:
-            command = f"`metamq topic alter {config.topic} --max-message-bytes 4MiB` (the most)"
+            command = f"`metamq topic alter {config.topic} --max-message-bytes 4MiB` at most"
             hint = "" if largest > MESSAGE_BYTES_MAX else f"Write less. Raise the limit: {command}."
             raise MessageTooLarge(f"a row for topic {config.topic!r}", largest, config.max_message_bytes, hint=hint)
 

@@ -32,11 +32,11 @@ LIST_S = 3.0
 """Seconds to wait for a broker's list of branches."""
 ROLL_BACK_S = 5.0
 SILENT_S = 60.0
-"""Seconds for which a silent broker is not asked again: each batch would wait for it."""
+"""Seconds for which a silent broker is not asked again. Otherwise each batch waits for it."""
 
 
 class CommitLost(MetamqError):
-    """Decided messages may be lost, by a promotion with an accepted loss, or are lost, by an operator."""
+    """Decided messages may be lost by a promotion with an accepted loss, or are lost by an operator's command."""
 
     hint = "Compare the topics with the source. To continue, give the option failOnDataLoss=false."
 

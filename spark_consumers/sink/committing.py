@@ -191,9 +191,10 @@ def _is_passing(error: MetamqError) -> bool:
 
 
 GIVEN_UP_AFTER_MS = 48 * 3600 * 1000
-"""More than a task may take (transactionTimeoutMs, a day at most) and the time from one task's start to the next."""
+"""Milliseconds. More than a task may take (transactionTimeoutMs, a day at most) plus the time until the next one
+starts."""
 ORPHANS_S = 10.0
-"""Most seconds that a batch write is delayed by those of others."""
+"""The most seconds by which the orphans of others delay a batch write."""
 
 
 async def end_orphans(branch_ends: BranchEnds, store: DecisionStore, own: str, now_ms: int) -> None:

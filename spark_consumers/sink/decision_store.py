@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from metamq.zk.session.session import Session
 
 KEPT = 8
-"""Decisions of a query that stay with the newest. They are needed if a broker has lost the commit of a branch, by a
+"""The number of older decisions of a query that stay. They are needed if a broker has lost the commit of a branch, by a
 promotion with an accepted loss, and still has the branch prepared."""
 
 

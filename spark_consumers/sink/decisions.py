@@ -33,7 +33,7 @@ JOB = "job-"
 """The prefix of the names of batch writes: each is a sink of its own, with one batch."""
 NAME_CHARS_MAX = 36
 RUNS = 16
-"""Runs of a query that its sink remembers. An older run is refused because its batches are behind."""
+"""The number of a query's runs that its sink remembers. An older run is refused because its batches are behind."""
 NEWEST = "Continue with the newest checkpoint. With a new one the query writes its messages a second time."
 
 
@@ -138,7 +138,7 @@ class SinkState:
     finished: bool = False
     """True if a batch write's decision is carried out."""
     aborted: str = ""
-    """One of the attempts that the last abort rolled back: no decision may have it."""
+    """One of the attempts that the last abort rolled back. No decision may list it."""
 
     def to_json(self) -> bytes:
         """Returns the node's data."""

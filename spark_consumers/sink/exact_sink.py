@@ -42,7 +42,7 @@ BATCH_PROPERTY = "streaming.sql.batchId"
 RUN_PROPERTY = "spark.jobGroup.id"
 """The job group of a streaming query's jobs: its name is the run's id."""
 TOUCH_S = 600.0
-"""Least seconds between two reports of a worker that a batch write is alive."""
+"""The least seconds between two reports of a worker that a batch write is alive."""
 
 
 @dataclass
@@ -82,10 +82,10 @@ def claim(options: SinkOptions, sink: str | None, owner: SinkOwner) -> None:
 
 
 def refuse_half_done(options: SinkOptions, location: str | None) -> None:
-    """Refuses an at-least-once write of a batch that the query has decided exactly once: it would come twice.
+    """Refuses an at-least-once write of a batch that is decided exactly once: its messages would be stored twice.
 
-    Raises ConfigError; ConnectError. If the checkpoint cannot be read, does nothing. A former result is not reused if a
-    batch may run again: an exactly-once run of the query may have been between, and this process is kept.
+    Raises ConfigError; ConnectError. If the checkpoint cannot be read, does nothing. If the batch may run again, asks
+    even if this process has asked before: an exactly-once run may have come in between.
     """
     folder = local_folder(location)
     query = known_id(folder)

@@ -55,7 +55,7 @@ class SinkOptions:
     transaction_timeout_s: float
     """Seconds after which brokers roll back what a task has written and not prepared."""
     fail_on_data_loss: bool
-    """True if it is an error that a broker has lost messages that were prepared there, and decided."""
+    """True if it is an error that a broker has lost prepared messages of a decided batch."""
 
 
 def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOptions:

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from metamq.zk.cluster.topics import TopicConfig
 
 OWN_MAX = 5_000
-"""Own branches at a broker, half of its limit, from which on a write does not wait for others to end."""
+"""Half of a broker's limit of branches. At the limit, a write that has so many fails; other writes wait."""
 LOOK_S = 2.0
 BUFFER_BYTES = 32 * 1024 * 1024
 ANSWER_S = 30.0
-"""Seconds without an answer to a request that fail the attempt: the broker may have lost what it has of it."""
+"""An attempt fails after so many seconds without an answer: the broker may have lost the attempt's messages."""
 REQUEST_BYTES = 4 * 1024 * 1024
-"""A request takes no more batches above this size."""
+"""A request of this size in bytes takes no further batch."""
 ROLLBACK_S = 5.0
 """Seconds for which a failed task waits for the rollback; the driver and the brokers do the rest."""
 

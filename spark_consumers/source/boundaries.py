@@ -42,7 +42,7 @@ class Boundary:
     def questions(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
         """Returns for each partition its offset or mark, or its time.
 
-        Raises ConfigError if the option names partitions, and these are others.
+        Raises ConfigError if the option names partitions, but not exactly these.
         """
         if self.each is None:
             assert self.everywhere is not None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ANSWER_LATE_S = 10.0
 IDLE_MAX = 16
-"""Connections that are kept, to all brokers together. Each keeps the memory of its last answers."""
+"""The most idle connections that are kept, to all brokers together. Each keeps the memory of its last answers."""
 
 
 class ReadPosition(NamedTuple):

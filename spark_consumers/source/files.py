@@ -35,7 +35,7 @@ _warned = False
 
 
 class NotItsFile(OSError):
-    """The error for a path that no broker has for a log: the broker is deceived, or deceives."""
+    """The error for a path that cannot be a log of the broker. The broker's answer is wrong, perhaps on purpose."""
 
 
 def check_place(place: FilePlace, size: int, data: str) -> None:
@@ -68,7 +68,7 @@ def warn_once(message: str, *arguments: object) -> None:
 
 
 class FileReader:
-    """Reads batches from a place in a file on, `size` bytes of them. Not thread-safe; close() it."""
+    """Reads `size` bytes of batches in a file, from a place on. Not thread-safe. The caller must close() it."""
 
     def __init__(self, place: FilePlace, size: int, buffers: BufferPool, data: str) -> None:
         """`buffers` has the memory for the data. `data` is the data folder that the replica registered.

@@ -40,14 +40,14 @@ class Producer(TransactionalProducer[T], aio_producer.BaseProducer[T]):
                 producer.send("orders", b"17")
                 producer.send("stock", b"-1")
 
-        See metamq.Producer.transaction. Messages of other tasks are not part of it, also of tasks that this one starts.
+        See metamq.Producer.transaction. The block has this task's messages, not those of tasks that it starts.
         """
         return _Block(self, timeout_s)
 
     # -- PEP 249 ------------------------------------------------------------------------------------------------------
 
     async def tpc_begin(self, xid: Xid | str, *, timeout_s: float = 0.0) -> None:
-        """See metamq.Producer.tpc_begin; the transaction is the task's."""
+        """Begins a transaction of this task; see metamq.Producer.tpc_begin."""
         self._check_usable()
         self._begin(self._xid_of(xid), timeout_s, is_tpc=True)
 
@@ -68,9 +68,9 @@ class Producer(TransactionalProducer[T], aio_producer.BaseProducer[T]):
         return await self._to_recover()
 
     async def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
-        """Flushes and closes; further calls do nothing. Open transactions are rolled back, prepared ones stay.
+        """Flushes and closes; further calls do nothing. Rolls back open transactions; prepared ones stay prepared.
 
-        Raises as `flush` does.
+        Raises the errors of `flush`.
         """
         if self._opened and not self._closed and "_known_transactions" in self.__dict__:
             await self._end_all()

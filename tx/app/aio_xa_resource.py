@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class XAResource:
-    """The verbs of XA at one broker; see metamq.tx.XAResource. For one task at a time, in the loop it is opened in.
+    """The verbs of XA at one broker; see metamq.tx.XAResource. For one task at a time, in the loop of `open`.
 
         async with XAResource(broker=0) as mq:
             await mq.start(xid)
@@ -25,7 +25,7 @@ class XAResource:
             if await mq.prepare(xid) is Vote.OK:
                 await mq.commit(xid)
 
-    Cancelling a call does not take back a request that was sent: then its outcome is unknown.
+    If you cancel a call after its request was sent, the outcome of the request is unknown.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class XAResource:
         return self._core.is_same_rm(other._core)
 
     async def close(self) -> None:
-        """Disconnects; may be repeated. What is not prepared is rolled back some seconds later."""
+        """Disconnects; a second call does nothing. The broker rolls back unprepared branches some seconds later."""
         await self._core.close()
 
     async def __aenter__(self) -> Self:

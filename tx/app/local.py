@@ -42,13 +42,13 @@ class LocalWork(GlobalTransaction):
         branch_timeout_s: float,
         answer_s: float,
     ) -> None:
-        """`is_chosen`: the application has chosen the id, so another client may use it, too. Then START goes first, by
-        itself: its answer has the epoch. If the commit gets no answer, the broker is asked about that epoch only."""
+        """`is_chosen`: the application has chosen the id, so another client may use it, too. Then START is a request of
+        its own: its answer has the epoch. If the commit gets no answer, the client asks about that epoch only."""
         super().__init__(cluster, staging, xid.gtrid, branch_timeout_s=branch_timeout_s, answer_s=answer_s)
         self.xid = xid
         self._is_chosen = is_chosen
         self.in_doubt = False
-        """True once the decision may have been made: then nothing may be rolled back."""
+        """True if the decision may have been made: then nothing may be rolled back."""
 
     def xid_at(self, broker_id: int) -> Xid:
         """Returns the id, which is the same at all brokers."""
@@ -69,7 +69,7 @@ class LocalWork(GlobalTransaction):
             raise RolledBack(self.xid, XACode.RBTRANSIENT, error.reason) from error
 
     async def rollback(self) -> list[MetamqError]:
-        """See GlobalTransaction.rollback(). Does nothing while the decision is in doubt: the brokers find it out."""
+        """See GlobalTransaction.rollback(). Does nothing while the decision is in doubt: the brokers find it later."""
         return [] if self.in_doubt else await super().rollback()
 
     async def _commit_at_several(self, brokers: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 `send` puts a message into the queue, in the thread that the transaction belongs to. The producer's loop moves messages
 from the queue into batches, and sends full batches. A task does this when the queue has enough for a batch, or when a
-topic's configuration is missing. The rest, which is all of a small transaction, goes at the end of the transaction. The
+topic's configuration is missing. The end of the transaction sends the rest: all messages of a small transaction. The
 first error fails the transaction: it refuses later messages, and cannot be committed.
 
 A savepoint is a place in the queue. While there is one, messages behind it stay in the queue, and can be taken back.
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 TURN_MESSAGES = 500
 """Messages that go into batches in one turn of the loop."""
 WAKE_BYTES = 64 * 1024
-"""Bytes in the queue that start the task, if a batch is not smaller: waking the loop for less costs more than it
-saves."""
+"""The task starts at this number of bytes in the queue, or at a full batch if that is smaller. Waking the loop for less
+costs more than it saves."""
 WAIT_HINT = "Look at the result after the end of the transaction: it is known only then."
 
 
@@ -43,7 +43,7 @@ class _Item(NamedTuple):
 
 
 class Outbox:
-    """The thread or task of the transaction calls `add` and `add_many`; the producer's loop calls the rest."""
+    """The queue of one transaction. Its thread or task calls `add` and `add_many`; the producer's loop the rest."""
 
     def __init__(
         self, owner: DeliveryOwner, loop: asyncio.AbstractEventLoop, work: GlobalTransaction, options: ProducerOptions
@@ -51,7 +51,7 @@ class Outbox:
         self.failed: MetamqError | None = None
         self.ended = False
         self.closed = False
-        """True if it is prepared, or will be: it takes no more messages."""
+        """True from the beginning of its prepare: it takes no more messages."""
         self._owner = owner
         self._loop = loop
         self._work = work
@@ -90,7 +90,7 @@ class Outbox:
         return _TransactionDelivery(self, self._owner, batch, timestamp_us or -1)
 
     def add_many(self, topic: str, messages: list[AnyMessage]) -> ManyDelivery:
-        """Takes all of the messages, or none. Raises as add()."""
+        """Takes all of the messages, or none. Raises the errors of add()."""
         return _TransactionManyDelivery(self, self._owner, self._put(topic, messages), len(messages))
 
     def _put(self, topic: str, messages: list[AnyMessage]) -> OutgoingBatch:
@@ -146,7 +146,7 @@ class Outbox:
         self._queued -= len(item.messages)
         self._bytes -= item.bytes
 
-    # -- the loop's ---------------------------------------------------------------------------------------------------
+    # -- in the loop --------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         if not self._is_under_way and not self.ended and not self._given_up:

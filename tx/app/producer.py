@@ -36,13 +36,14 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
                 producer.send("stock", b"-1")
 
         A transaction spans any number of topics, partitions and brokers. Messages of other threads are not part of it.
-        Leaving the block waits until the transaction is committed and durable, for any settings of the topics.
+        Leaving the block waits until the transaction is committed and durable, whatever the settings of the topics are.
         `timeout_s`: brokers roll back a transaction that is not committed this long after the block has begun; 0 is
         their own limit (30 s, after the first batch). `with` gives the transaction's id, as in logs and `metamq tx
         list`.
 
-        Leaving raises RolledBack, ConnectError and so on: then readers never see any of it. OutcomeUnknown: readers see
-        all of it, or nothing, and the brokers find out which. Transactions cannot be nested: BranchMisuse.
+        Leaving raises RolledBack, ConnectError and so on: then readers never see any of the messages. It raises
+        OutcomeUnknown if readers see all of them or none, and the brokers find out which. A transaction inside another
+        one raises BranchMisuse.
         """
         return _Block(self, timeout_s)
 
@@ -62,7 +63,7 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
         self._begin(self._xid_of(xid), timeout_s, is_tpc=True)
 
     def tpc_prepare(self) -> bool:
-        """Prepares: the transaction can be committed, whatever happens. False: nothing was sent, so do not commit.
+        """Prepares the transaction: then it survives a crash. Returns False if nothing was sent: then do not commit.
 
         Raises BranchMisuse outside of a transaction, and the second time; RolledBack and so on if it cannot be
         prepared. After an error or an interrupt only tpc_rollback() is allowed.
@@ -70,7 +71,7 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
         return self._background.run(self._to_prepare())
 
     def tpc_commit(self, xid: Xid | str | None = None) -> None:
-        """Commits the transaction; without tpc_prepare() before, in one phase. `xid`: an id from tpc_recover().
+        """Commits the transaction, in one phase if it is not prepared. `xid`: an id from tpc_recover().
 
         Raises BranchMisuse without an id outside of a transaction, and with an id inside; BranchNotKnown if no broker
         knows the id. OutcomeUnknown, ConnectError: call it again. After an error in one phase the transaction is over.
@@ -78,7 +79,7 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
         self._background.run(self._to_commit(xid))
 
     def tpc_rollback(self, xid: Xid | str | None = None) -> None:
-        """Rolls the transaction back; `xid`: an id from tpc_recover(). Raises as tpc_commit().
+        """Rolls the transaction back; `xid`: an id from tpc_recover(). Raises the errors of tpc_commit().
 
         If a broker does not answer after a tpc_prepare(), this raises: call it again, since that broker may have
         prepared it. Without a tpc_prepare() it logs a warning: the broker rolls it back after its time-out.
@@ -93,9 +94,9 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
         return self._background.run(self._to_recover())
 
     def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
-        """Flushes and closes; further calls do nothing. Open transactions are rolled back, prepared ones stay.
+        """Flushes and closes; further calls do nothing. Rolls back open transactions; prepared ones stay prepared.
 
-        Raises as `flush` does.
+        Raises the errors of `flush`.
         """
         if not self._closed and "_known_transactions" in self.__dict__ and not self._is_forked:
             with contextlib.suppress(ClosedError):  # another thread has closed the producer meanwhile

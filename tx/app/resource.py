@@ -63,7 +63,7 @@ class XAOptions:
     """None, "lz4" or "zstd"."""
     partitioner: str | Partitioner = "key_hash"
     request_timeout_s: float = ANSWER_S
-    """Seconds without an answer after which the outcome of a verb is unknown."""
+    """Seconds that a verb waits for its answer. Then its outcome is unknown."""
 
     def __post_init__(self) -> None:
         limits = {
@@ -89,7 +89,7 @@ class _WorkBranch:
 
 
 class XACore(OwnCluster):
-    """Belongs to the loop that opens it. See metamq.tx.XAResource for its methods and their errors."""
+    """The verbs of XA, for the loop that opens it. See metamq.tx.XAResource for its methods and their errors."""
 
     def __init__(self, broker_id: int, options: XAOptions) -> None:
         if type(broker_id) is not int or broker_id < 0:

@@ -28,7 +28,7 @@ Place = tuple[str, str, int, int]
 
 
 OPEN_BYTES_MAX = 16 * 1024 * 1024
-"""Limit of batches that are not full: with many partitions these would be larger than a frame, and use much memory.
+"""Limit on the bytes of batches that are not full. With many partitions they could exceed a frame, and use much memory.
 Their number has a limit, too: each is an entry in a header."""
 
 
@@ -84,7 +84,7 @@ class Staging:
     def add_many(self, config: TopicConfig, messages: Sequence[AnyMessage], start: int) -> int:
         """Takes messages from `start` on, up to one that fills a batch; returns the index of the next.
 
-        Raises as add().
+        Raises the errors of add().
         """
         route = self._routes.of(config)
         if start == 0 and self._add_values(route, messages):
@@ -128,7 +128,7 @@ class Staging:
         return broker_id
 
     def _add_values(self, route: _Route, messages: Sequence[AnyMessage]) -> bool:
-        """Takes all of the messages if they are values alone and fill no batch; else none."""
+        """Takes all of the messages if they have only values and fill no batch. Returns False if it takes none."""
         values = [one for one in messages if isinstance(one, bytes)]
         if not values or len(values) < len(messages) or self._routes.only is not None:
             return False

@@ -66,7 +66,7 @@ class TransactionalProducer(ProducerApi[T]):
         return one
 
     def _abandon(self) -> None:
-        """Frees the caller from its transaction, in whatever state that is."""
+        """Detaches the caller from its transaction, in any state of the transaction."""
         one = self._transactions.of(self._owner())
         if one is not None:
             self._leave(one)
@@ -79,7 +79,7 @@ class TransactionalProducer(ProducerApi[T]):
             self._has_transactions = transactions.any
 
     def _enter_block(self, block: Block) -> None:
-        """Refuses this producer's own sends in this context until _leave_block(): they would go out at once, also if
+        """Refuses this producer's own sends in this context until _leave_block(): they would go out at once, even if
         the block fails."""
         transactions = self._transactions
         with transactions.lock:
@@ -110,7 +110,7 @@ class TransactionalProducer(ProducerApi[T]):
 
     async def _end_all(self) -> None:
         """Rolls back the transactions of all threads and tasks, at the producer's close. Prepared ones stay, as PEP 249
-        demands it of connections."""
+        demands of connections."""
         transactions = self._transactions
         with transactions.lock:
             found = transactions.leave_all()
@@ -124,7 +124,7 @@ class TransactionalProducer(ProducerApi[T]):
             try:
                 await self._roll_back_now(one)
             except Exception as error:  # the other transactions must be closed, too
-                log.warning("transaction %s is rolled back by its brokers after its time: %s", one.xid, error)
+                log.warning("transaction %s is rolled back by its brokers after its time-out: %s", one.xid, error)
 
     async def _roll_back_now(self, one: OpenTransaction) -> None:
         warn_of_unreached(one, await self._transactions.rollback(one))

@@ -38,10 +38,10 @@ class GlobalTransaction:
         answer_s: float,
         patience_s: float = 0.0,
     ) -> None:
-        """`staging`: None if the caller makes the batches, for send_encoded(). `branch_timeout_s`: brokers roll back
-        what is not prepared this long after now; 0 is their own limit, from their START on. `patience_s`: seconds to
-        wait for a broker at which a branch begins, or that cannot continue a branch now. For a new branch the wait is
-        at least `answer_s`."""
+        """`staging`: None if the caller makes the batches, for send_encoded(). `branch_timeout_s`: seconds
+        until brokers roll back unprepared branches; 0: each broker's own limit, from its START on. `patience_s`:
+        seconds to wait for a broker at which a branch begins, or that cannot continue a branch now. For a new branch
+        the wait is at least `answer_s`."""
         self.gtrid = gtrid
         self.branches: dict[int, Branch] = {}
         """Branches that were begun, by broker id."""
@@ -88,7 +88,7 @@ class GlobalTransaction:
                 await self._ask(broker_id, [Verb.SEND], staging.full(broker_id))
 
     async def send_encoded(self, broker_id: int, batches: Sequence[Encoded]) -> None:
-        """Sends the caller's batches, after those before; one call at a time for each broker. Raises as
+        """Sends the caller's batches, after its earlier ones; one call at a time for each broker. Raises the errors of
         send_many()."""
         self._taken[broker_id] += sum(one.messages for one in batches)
         await self._ask(broker_id, [Verb.SEND], batches)
@@ -182,7 +182,7 @@ class GlobalTransaction:
         try:
             await self._client.ask(branch, [Verb.RESOLVE], timeout_s=self._answer_s)
         except BranchNotKnown:
-            return  # it cannot begin later either, also if a request is still on its way
+            return  # a request that is still on its way cannot begin it later
         except BranchMisuse:  # it is prepared
             await self._client.ask(branch, [Verb.ROLLBACK], timeout_s=self._answer_s)
             return

@@ -68,7 +68,8 @@ class XAResource:
     def start(self, xid: Xid, flags: TM = TM.NOFLAGS, *, timeout_s: float | None = None) -> None:
         """Begins a branch and works in it. JOIN: works in an existing branch. RESUME: works in a suspended one again.
 
-        `timeout_s`: after this time it is rolled back unless it is prepared; None: set_timeout()'s, then the broker's.
+        `timeout_s`: seconds until the broker rolls back an unprepared branch. None: the value of set_timeout(), or else
+        the broker's own.
         """
         self._run(self._core.start(xid, flags, timeout_s))
 
@@ -82,7 +83,11 @@ class XAResource:
         partition: str | None = None,
         timestamp: datetime | int | None = None,
     ) -> None:
-        """Sends a message in the current branch: readers see it after the branch is committed."""
+        """Sends a message in the current branch: readers see it after the branch is committed.
+
+        Raises BranchMisuse outside of a branch, TopicNotFound, MessageTooLarge, and ConfigError for a wrong argument or
+        a partition of another broker.
+        """
         self._run(self._core.send(topic, value, key, headers, partition, timestamp))
 
     def end(self, xid: Xid, flags: TM = TM.SUCCESS) -> None:
@@ -90,11 +95,14 @@ class XAResource:
         self._run(self._core.end(xid, flags))
 
     def prepare(self, xid: Xid) -> Vote:
-        """Prepares the branch: it can be committed, whatever happens, and stays until it is finished."""
+        """Prepares the branch: it survives every crash, and waits for commit() or rollback().
+
+        Returns Vote.RDONLY if the branch has no messages: then it is finished.
+        """
         return self._run(self._core.prepare(xid))
 
     def commit(self, xid: Xid, *, one_phase: bool = False) -> None:
-        """Commits the branch: readers see its messages. `one_phase`: without prepare(). May be repeated."""
+        """Commits the branch: readers see its messages. `one_phase`: without prepare(). A repeated call is allowed."""
         self._run(self._core.commit(xid, one_phase))
 
     def rollback(self, xid: Xid) -> None:
@@ -113,7 +121,7 @@ class XAResource:
         self._run(self._core.forget(xid))
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Sets the time-out of branches that start from now on; 0 is the broker's own."""
+        """Sets the time-out, in seconds, of branches that start from now on; 0 is the broker's own."""
         self._core.set_timeout(timeout_s)
 
     def is_same_rm(self, other: XAResource) -> bool:
@@ -121,7 +129,7 @@ class XAResource:
         return self._core.is_same_rm(other._core)
 
     def close(self) -> None:
-        """Disconnects; may be repeated. The broker rolls back what is not prepared some seconds later."""
+        """Disconnects; a second call does nothing. The broker rolls back unprepared branches some seconds later."""
         if not self._core.is_forked:
             self._background.run(self._core.close())
 

@@ -25,12 +25,12 @@ class dbtx(DatabaseBlock):
             await connection.execute("INSERT INTO orders VALUES ($1)", "17")
             await tx.send("orders", b"17")
 
-    connection:  of psycopg.AsyncConnection, asyncpg or aiosqlite, not in autocommit mode; or a blocking one: then the
+    connection:  of psycopg.AsyncConnection, asyncpg or aiosqlite, not in autocommit mode. With a blocking one, the
                  loop waits for the database. An asyncpg connection must not be in a transaction(): the block begins
                  one, and a transaction() inside the block is a savepoint.
     producer:    a metamq.aio.Producer. Its own `send` would send outside the block, and is refused inside.
 
-    For the rest see metamq.tx.dbtx. Cancelling rolls back. If the commit itself is cancelled, the block asks the
+    See metamq.tx.dbtx for the rest. A cancelled block rolls back. If the commit itself is cancelled, the block asks the
     database for the outcome, and the messages follow it. Several tasks may send in one block.
     """
 
@@ -67,7 +67,8 @@ class dbtx(DatabaseBlock):
         partition: str | None = None,
         timestamp: datetime | int | None = None,
     ) -> None:
-        """Sends a message with the transaction. Raises as Producer.send, and the error of a broker that refuses it."""
+        """Sends a message with the transaction. Raises the errors of Producer.send, and that of a broker that
+        refuses it."""
         message = self._producer._message(value, key, headers, partition, timestamp)
         async with self._one_call:
             await self._working().send_many(topic, [message])
@@ -75,7 +76,8 @@ class dbtx(DatabaseBlock):
     async def send_many(
         self, topic: str, values: Iterable[bytes], *, keys: Sequence[bytes | str | None] | None = None
     ) -> None:
-        """Sends messages with the transaction; `keys`, if given, has one for each value. Raises as send()."""
+        """Sends messages with the transaction; `keys`, if given, has one for each value. Raises the errors of
+        send()."""
         messages = self._producer._messages(values, keys)
         async with self._one_call:
             await self._working().send_many(topic, messages)
@@ -97,7 +99,7 @@ class dbtx(DatabaseBlock):
 async def create_outcome_table(
     connection: AnyConnection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None
 ) -> None:
-    """Creates the table in which this database decides about transactions, unless it exists. Commits."""
+    """Creates the table in which this database decides about transactions, unless it exists, and commits."""
     database = database_of(connection, paramstyle)
     await database.begin()
     await OutcomeTable(table).create(database)

@@ -5,8 +5,9 @@
     3  every resource commits                recover() repeats this for each resource that does not answer now
 
 A resource has the tpc_* methods of PEP 249: psycopg's connections, a Producer of metamq. A transaction with one
-resource has one phase and no record. If a process dies, the next Coordinator with the same folder ends what it left
-prepared, as the log says; no other process can. A Coordinator changes only ids that begin with its log's identity.
+resource has one phase and no record. If a process dies, the next Coordinator with the same folder ends its
+prepared transactions by the log; no other process can. A Coordinator changes only ids that begin with its log's
+identity.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Part:
 
     @property
     def has_failed(self) -> bool:
-        """True if psycopg's transaction has failed: then it would only look prepared, or be rolled back in silence."""
+        """True if psycopg's transaction has failed: then it would only look prepared, or roll back without an error."""
         status = getattr(getattr(self.connection, "info", None), "transaction_status", None)
         return status is not None and int(status) != INTRANS
 
@@ -86,7 +87,7 @@ class _Part:
         if self.is_own:
             try:
                 self.connection.close()
-            except Exception as error:  # the part is over, also if the connection does not close
+            except Exception as error:  # the part is over, even if the connection does not close
                 log.info("a connection of resource %r does not close: %s", self.name, error)
 
 
@@ -144,7 +145,7 @@ class Coordinator:
         """The gtrids that may or may not be in the log. The next process that opens the log finds out."""
         self._recovering = threading.Lock()
         self._unfinished = threading.Event()
-        """Set if a transaction may be prepared that no thread works on."""
+        """Set if a transaction that no thread works on may be prepared."""
         self._closed = threading.Event()
         self._every_s = recover_every_s
         self._log = DecisionLog(Path(folder))
@@ -368,9 +369,9 @@ class Coordinator:
             raise ClosedError("Coordinator", hint="Make a new one.")
 
     def close(self) -> None:
-        """Ends recovery and releases the folder; may be repeated. The caller closes the resources.
+        """Ends recovery and releases the folder; a second call does nothing. The caller closes the resources.
 
-        If a resource does not answer to a running recovery, the folder stays in use until it does.
+        If a resource does not answer a running recovery, the folder stays in use until it answers.
         """
         if not self._closed.is_set():
             self._closed.set()

@@ -6,9 +6,9 @@
                                                  3  connection.commit()      the decision
                                                  4  commit the messages
 
-An error before 3 rolls both back. After 3 the messages are certain to be committed: if step 4 fails, a Recoverer does
-it. If 3 itself fails, only the database knows the outcome. dbtx asks the database at once; if that fails, a recoverer
-asks later, and until then the messages stay prepared. An interrupt or a cancellation counts as an error.
+An error before 3 rolls both back. After 3 the messages are certain to be committed: if 4 fails, a Recoverer repeats it.
+If 3 itself fails, only the database knows the outcome. dbtx asks the database at once. If that fails, a Recoverer asks
+later, and until then the messages stay prepared. An interrupt or a cancellation counts as an error.
 
 The steps are written once, in `DatabaseBlock`. Its APIs are `dbtx` here and in metamq.tx.database.aio_dbtx.
 """
@@ -153,7 +153,7 @@ class DatabaseBlock(ABC):
             log.debug("unknown if the connection was committed in the block: %s", error)
 
     async def _roll_back(self, work: GlobalTransaction) -> None:
-        """Rolls back both. An error here has the same effect as the death of this process."""
+        """Rolls back rows and messages. An error here has the same effect as the death of this process."""
         try:
             await self._database.rollback()
         except Exception as error:  # the connection is gone, and its transaction with it
@@ -207,8 +207,8 @@ class dbtx(DatabaseBlock):
 
     Leaving raises the database's errors. If the messages cannot be prepared it raises RolledBack, ConnectError and so
     on: then nothing is committed. If the connection was committed or rolled back in the block, it raises BranchMisuse:
-    no message is sent, but committed rows stay. Only if the connection is lost during the commit, the outcome is
-    unknown. A Recoverer must run in some process: it ends the transactions of processes that died.
+    no message is sent, but committed rows stay. The outcome is unknown only if the connection is lost during
+    the commit. A Recoverer must run in some process: it ends the transactions of processes that died.
     """
 
     def __init__(
@@ -230,8 +230,8 @@ class dbtx(DatabaseBlock):
         return self._background.run(work)
 
     def __enter__(self) -> Self:
-        """Begins. Raises ConfigError if the table is missing, or with autocommit; BranchMisuse if the connection is in
-        another dbtx; and the database's errors."""
+        """Begins the block. Raises ConfigError if the table is missing, or with autocommit; BranchMisuse if the
+        connection is in another dbtx; and the database's errors."""
         at_once(self._enter())
         return self
 
@@ -245,7 +245,8 @@ class dbtx(DatabaseBlock):
         partition: str | None = None,
         timestamp: datetime | int | None = None,
     ) -> None:
-        """Sends a message with the transaction. Raises as Producer.send, and the error of a broker that refuses it."""
+        """Sends a message with the transaction. Raises the errors of Producer.send, and that of a broker that
+        refuses it."""
         work = self._working()
         message = self._producer._message(value, key, headers, partition, timestamp)
         self._background.run(work.send_many(topic, [message]))
@@ -253,7 +254,8 @@ class dbtx(DatabaseBlock):
     def send_many(
         self, topic: str, values: Iterable[bytes], *, keys: Sequence[bytes | str | None] | None = None
     ) -> None:
-        """Sends messages with the transaction; `keys`, if given, has one for each value. Raises as send()."""
+        """Sends messages with the transaction; `keys`, if given, has one for each value. Raises the errors of
+        send()."""
         work = self._working()
         self._background.run(work.send_many(topic, self._producer._messages(values, keys)))
 
@@ -266,6 +268,6 @@ class dbtx(DatabaseBlock):
 def create_outcome_table(
     connection: DatabaseConnection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None
 ) -> None:
-    """Creates the table in which this database decides about transactions, unless it exists. Commits."""
+    """Creates the table in which this database decides about transactions, unless it exists, and commits."""
     hint = "`await metamq.tx.aio.create_outcome_table(connection)` takes it."
     at_once(OutcomeTable(table).create(blocking_database_of(connection, paramstyle, hint)))

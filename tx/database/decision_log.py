@@ -133,7 +133,7 @@ class DecisionLog:
             raise LogEnded(self._failed.problem)
 
     def commit(self, gtrid: str, resources: tuple[str, ...]) -> None:
-        """Decides. Raises LogEnded: it is not decided; StorageError: unknown until the log is opened again."""
+        """Records the decision. Raises LogEnded: it is not decided; StorageError: the next opening finds out."""
         with self._lock:
             self._append(_COMMIT, gtrid, list(resources))
             try:
@@ -169,7 +169,7 @@ class DecisionLog:
         return self._failed
 
     def close(self) -> None:
-        """Releases the folder after a running write; may be repeated."""
+        """Releases the folder after a running write; a second call does nothing."""
         with self._lock:  # a decision is either on the disk for the next process, or not made
             self._failed = self._failed or StorageError(f"the decision log {self._path} is closed")
             for file in (self._file, self._locked):

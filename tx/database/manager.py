@@ -7,7 +7,7 @@
     tpc_finish            commits the messages; never raises: a Recoverer does what could not be done
     tpc_abort             asks the database for the outcome, since the package also calls it after the decision
 
-The package has no log and no recovery. If a later manager fails, it calls tpc_abort of all managers, also of those
+The package has no log and no recovery. If a later manager fails, it calls tpc_abort of all managers, even of those
 whose transaction is committed. So the outcome table decides here, as it does for dbtx.
 """
 
@@ -65,7 +65,7 @@ class DataManager:
         self._prepared = False
 
     def _database(self) -> Database:
-        """Returns the driver's own connection, also if SQLAlchemy gives a wrapper of it."""
+        """Returns the driver's own connection, even if SQLAlchemy gives a wrapper of it."""
         given = self._get_connection()
         driver: DatabaseConnection | None = getattr(given, "driver_connection", None)
         return self._blocking(given if driver is None else driver)
@@ -83,7 +83,8 @@ class DataManager:
         partition: str | None = None,
         timestamp: datetime | int | None = None,
     ) -> None:
-        """Sends a message with the transaction. Raises as Producer.send, and the error that failed the transaction."""
+        """Sends a message with the transaction. Raises the errors of Producer.send, and the error that failed
+        the transaction."""
         message = self._producer._message(value, key, headers, partition, timestamp)
         self._producer._check_usable()
         if self._outbox.is_full:
@@ -116,7 +117,7 @@ class DataManager:
             at_once(self._outcomes.commit(self._database(), self._work.gtrid))
 
     def tpc_vote(self, transaction: Any) -> None:
-        """Prepares. Raises the error if that fails."""
+        """Prepares the messages. Raises the error if that fails."""
         if self._outbox.is_used:
             self._run(self._vote())
             self._prepared = True
@@ -127,7 +128,7 @@ class DataManager:
         await self._work.prepare()
 
     def tpc_finish(self, transaction: Any) -> None:
-        """Commits. Never raises: the database has decided."""
+        """Commits the messages. Never raises: the database has decided."""
         self._end(self._work.commit, None)
 
     def abort(self, transaction: Any) -> None:

@@ -75,7 +75,7 @@ class OutcomeTable:
     async def begin(self, database: Database) -> tuple[bytes, int]:
         """Marks the connection's transaction, so that its end is noticed; begins one if there is none. Returns the
         identity, and the mark for check() and commit(). Works for SQLite and PostgreSQL; with other databases the end
-        is not noticed. Raises as identity()."""
+        is not noticed. Raises the errors of identity()."""
         await database.begin()
         if database.dialect == POSTGRESQL:
             identity, began = await self._identity(database, f"outcome, {_BEGAN}")

@@ -56,7 +56,7 @@ class Recovered(NamedTuple):
 class Recoverer:
     """Finishes what dbtx left. `connect` opens connections to the database; this class commits and closes them.
 
-    `connect` may be asynchronous: `lambda: asyncpg.connect(dsn)`. run() and run_once() block also then: call them in a
+    `connect` may be asynchronous: `lambda: asyncpg.connect(dsn)`. run() and run_once() still block: call them in a
     thread or a process of their own.
 
     with Recoverer(connect) as recoverer:
@@ -89,7 +89,7 @@ class Recoverer:
         self._cluster = ClusterClient(session)
 
     def run(self, *, every_s: float = 5.0) -> None:
-        """Repeats run_once() until close() or Ctrl-C. Errors are logged, and the pass is tried again."""
+        """Repeats run_once() until close() or Ctrl-C. Logs the error of a pass, and continues with the next pass."""
         while not self._stop.is_set():
             try:
                 self.run_once()
@@ -98,7 +98,7 @@ class Recoverer:
             self._stop.wait(every_s)
 
     def run_once(self) -> Recovered:
-        """Makes one pass. Raises MetamqError if the database or ZooKeeper fails; the work done before stays done."""
+        """Makes one pass. Raises MetamqError if the database or ZooKeeper fails; its finished work stays."""
         database = self._opened()
         try:
             return self._look(database)
@@ -184,7 +184,7 @@ class Recoverer:
         return True
 
     def close(self) -> None:
-        """Ends run(), and disconnects; may be repeated."""
+        """Ends run(), and disconnects; a second call does nothing."""
         self._stop.set()
         self._background.run(self._cluster.close())
         self._background.run(self._cluster.session.close())

@@ -65,7 +65,7 @@ class BranchState:
     """The reason why the branch can only be rolled back (XA_RB*)."""
     rolled_back_reason: str = ""
     follows: tuple[int, ...] = ()
-    """(broker id, generation of the broker id, epoch) of the branch whose decision a prepared branch follows."""
+    """(broker id, decider generation, epoch) of the branch whose decision a prepared branch follows."""
     followers: tuple[int, ...] = ()
     """(broker id, epoch, ...) of the branches that follow a decided branch."""
     heuristic_commit: bool = False

@@ -54,7 +54,7 @@ class BodyPlace(NamedTuple):
 
 
 class BranchKey(NamedTuple):
-    """The key at the start of every record about a branch: its id, and which use of the id it is."""
+    """The key at the start of every record about a branch: its id and its epoch."""
 
     xid: Xid
     epoch: int
@@ -76,7 +76,7 @@ class Prepare(NamedTuple):
     messages: int
     time_us: int
     follows: tuple[int, ...] = ()
-    """(broker id, generation of the broker id, epoch) of the branch whose decision it follows; empty: a transaction
+    """(broker id, decider generation, epoch) of the branch whose decision it follows; empty: a transaction
     manager decides."""
 
 
@@ -147,7 +147,7 @@ class Mark(NamedTuple):
     needed_lsn: int
     """The journal before this LSN is not needed."""
     generation: int
-    """The generation of the broker id. In another generation the positions may mean something else."""
+    """The broker generation. In another one the positions may mean something else."""
     ends: list[tuple[str, str, int, int]]
     """(topic, topic id, index, position): each COMMIT that this MARK does not cover adds its messages after these
     positions. Partitions that are not named were empty."""

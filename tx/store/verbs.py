@@ -58,7 +58,7 @@ class VerbRequest:
     verb: Verb
     xid: Xid
     epoch: int = 0
-    """The use of the id that is meant; 0: any use."""
+    """The epoch of the branch, one use of the id; 0: any use."""
     session: str = ""
     timeout_s: float = 0.0
     """START: seconds; 0 is the broker's default."""

@@ -49,7 +49,7 @@ RESTORING = "restoring:"
 class BrokerState:
     """The replicated state of one broker id. `insync` has every in-sync member, including the master.
 
-    `generation` rises if messages that readers saw may have been taken back: by a promotion that accepts loss, and if
+    `generation` rises if messages that readers saw may be lost: by a promotion that accepts loss, and if
     the only member in sync comes back as a new incarnation.
     """
 

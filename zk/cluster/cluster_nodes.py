@@ -5,7 +5,7 @@ together with their contents.
 
 A restore writes many nodes, and may be interrupted between any two. So the node of the cluster's id is its first and
 its last write: "restoring:<id>" until everything else is written, then the id. Until then no broker joins, whatever it
-finds. The restore may be run again, also with other inputs: it then changes the rest of the tree accordingly.
+finds. The restore may be run again, even with other inputs: it then changes the rest of the tree accordingly.
 
 Clients may run meanwhile. Groups and sinks of Spark make their nodes in any ZooKeeper to which they are connected, so
 nodes below these folders are no sign of another cluster. A restore replaces those that it has, and leaves the others.

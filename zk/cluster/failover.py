@@ -24,7 +24,7 @@ Mode = Literal["auto", "manual"]
 MODES: tuple[Mode, ...] = ("auto", "manual")
 SWITCHES_KEPT = 100
 FAR = 1 << 53
-"""Above all times in milliseconds."""
+"""A number above all times in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Switch:
     """The replica that is the master since."""
     at_ms: int
     took_ms: int
-    """From the moment at which the new master noticed the reason, to the moment at which it took writes."""
+    """The time from the moment when the new master noticed the reason, to the moment when it took writes."""
     is_automatic: bool
     lost: str = ""
     """The messages that were given up, for people; empty: none."""

@@ -228,7 +228,7 @@ class Patience:
 
 
 async def until_alone(session: Session, registration: Registration) -> None:
-    """Waits until no other process is this replica. Raises like Patience.wait; ConnectionLost."""
+    """Waits until no other process is this replica. Raises the errors of Patience.wait; ConnectionLost."""
     paths, patience = session.paths, Patience(session, registration)
     places: tuple[tuple[str, Role], ...] = (
         (paths.master(registration.broker_id), "master"),

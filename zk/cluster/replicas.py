@@ -66,7 +66,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """No answer came: it was done, or not, or still will be. Read the state first."""
+    """No answer came: the change was made, was not made, or may still be made. Read the state first."""
 
     reason: str
 
@@ -217,7 +217,7 @@ async def take_over(
 
     One transaction sets the state of `promoted`, deletes the former master's node, dead or alive, and creates ours.
     Returns Refused if the state has changed: then decide again. Raises Fenced (see `promoted`); ConnectionLost if the
-    outcome is unknown: the same call, repeated, finds it out, and does it if it was not done.
+    outcome is unknown: a second call finds it out, and takes over if the first one did not.
     """
     paths = session.paths
     state_path, master_path = paths.broker_state(registration.broker_id), paths.master(registration.broker_id)

@@ -289,7 +289,7 @@ class TopicStore:
         return (await self.listing(watch)).names
 
     async def listing(self, watch: Watcher | None = None) -> Listing:
-        """As `names`, with the version of this list."""
+        """The result of `names`, with the version of the list."""
         found = await self._session.listing_or_none(self._session.paths.topic_configs(), watch)
         names, version = found or Listing([], 0)
         if not names:

@@ -43,8 +43,8 @@ class Member:
 
 
 async def join(session: Session, group: str, member: Member, *, left: Watcher) -> Member | None:
-    """Registers the member in this session. Returns None if it did; else the member that has the id at present, and
-    `left` is called once when that one is gone.
+    """Registers the member in this session. Returns None on success; else the member that has the id at present:
+    `left` is then called once when that member is gone.
 
     Raises ConnectionLost; then join again.
     """

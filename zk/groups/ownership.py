@@ -53,7 +53,7 @@ class CommittedOffset:
 
 @dataclass(frozen=True, slots=True)
 class OffsetRecord:
-    """The content of an offset node. `consumer` made the claim with `generation`, even if it no longer owns.
+    """The content of an offset node. `consumer` made the claim with `generation`, even if it is no longer the owner.
 
     `kept_by` names the store of the group's offset if it is not this node: "DatabaseOffsets". Then `published` is the
     owner's last position for other clients to see: no consumer begins there.
@@ -157,7 +157,8 @@ async def commit(session: Session, held: Ownership, offset: int, epoch: int) -> 
     """Commits `offset`, the next message to read, and returns the new state of the claim.
 
     Raises OwnershipLost if the partition has been claimed since. Raises ConnectionLost if it is unknown whether the
-    commit was done: then commit again, the same or a later offset, with the old claim. Not concurrently per partition.
+    commit was done: then commit again, the same or a later offset, with the old claim. One call at a time
+    per partition.
     """
     committed = CommittedOffset(offset, epoch, held.topic_id)
     while True:

@@ -102,9 +102,9 @@ PINNED = (*JARS, LOGGING_JAR)
 
 _WAYS = (
     "Run `metamq zookeeper --fetch-jars` on a machine with a network, copy the folder that it names, and set "
-    "METAMQ_ZOOKEEPER_JARS to the copy; the `lib` folder of ZooKeeper's own download, or the `jars` folder of an "
-    "installed pyspark, will do as well; or allow the download from Maven Central "
-    "(METAMQ_MAVEN names a mirror; HTTPS_PROXY and SSL_CERT_FILE are honoured); "
+    "METAMQ_ZOOKEEPER_JARS to the copy; or set it to the `lib` folder of ZooKeeper's own download, or the `jars` "
+    "folder of an installed pyspark; or allow the download from Maven Central "
+    "(METAMQ_MAVEN names a mirror; HTTPS_PROXY and SSL_CERT_FILE are used); "
     "or point METAMQ_ZOOKEEPER at a ZooKeeper that already runs."
 )
 
@@ -158,7 +158,7 @@ def _intact(path: Path, jar: Jar) -> bool:
 
 
 def fetched(jar: Jar, cache: Path, progress: Progress | None) -> Path:
-    """The intact jar in the folder `cache`; downloads it if it is missing. Raises like `find_jars`."""
+    """The intact jar in the folder `cache`; downloads it if it is missing. Raises the errors of `find_jars`."""
     path = cache / jar.file_name
     if not _intact(path, jar):
         repository = (os.environ.get("METAMQ_MAVEN") or DEFAULT_REPOSITORY).rstrip("/")

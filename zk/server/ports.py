@@ -28,7 +28,7 @@ def is_free(host: str, port: int) -> bool:
 class HeldPort:
     """A port that was free, and that no other HeldPort or free_port chooses while this object exists.
 
-    A bound socket that never listens reserves the port, also while the port's server is down. Linux lets a server that
+    A bound socket that never listens reserves the port, even while the port's server is down. Linux lets a server that
     allows reuse, like those of asyncio and ZooKeeper, bind next to such a socket. On other systems nothing is reserved.
     Raises ConfigError if listening on the host is impossible, or if no port is free.
     """
@@ -43,7 +43,7 @@ class HeldPort:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that no process listens on or holds. Another process may take it. Raises like HeldPort."""
+    """A TCP port that no process listens on or holds. Another process may take it. Raises the errors of HeldPort."""
     number, keeper = _chosen(host)
     keeper.close()
     return number

@@ -119,7 +119,7 @@ class Lease:
         await asyncio.wait({self._begin_renewal()}, timeout=self._interval_s)
 
     async def close(self) -> None:
-        """Stops renewing; the lease is invalid from now on. May be repeated."""
+        """Stops renewing; the lease is invalid from now on. A second call does nothing."""
         self._grant = None
         tasks = [task for task in (self._timer, *self._renewals) if task is not None]
         self._timer = None

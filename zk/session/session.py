@@ -223,7 +223,7 @@ class Session:
         return (await self.listing(path, watch)).names
 
     async def listing(self, path: str, watch: Callable[[], None] | None = None) -> Listing:
-        """The children's names with the version of this list. Else as `children`."""
+        """The result of `children`, with the version of the list."""
         session_id, full = self._open_session_id(), self._full(path)
         with self._watches.leaving(watch) as watching:
             names, stat = await self._ask(
@@ -237,7 +237,7 @@ class Session:
         return None if found is None else found.names
 
     async def listing_or_none(self, path: str, watch: Callable[[], None] | None = None) -> Listing | None:
-        """As `children_or_none`, with the version of the list."""
+        """Returns the result of `children_or_none`, with the version of the list."""
         while True:
             try:
                 return await self.listing(path, watch)
@@ -246,7 +246,7 @@ class Session:
                     return None
 
     async def names_at(self, full: str) -> list[str] | None:
-        """The children's names of any node, also outside of the chroot; None if the node does not exist."""
+        """The children's names of any node, even outside of the chroot; None if the node does not exist."""
         try:
             names: list[str] = await self._ask(
                 self._open_session_id(), full, lambda client: client.get_children_async(full)
@@ -357,7 +357,7 @@ class Session:
     async def close(self) -> None:
         """Ends the session. Its ephemeral nodes are removed: at once if the server answers, else when it times out.
 
-        Takes less than a second whatever the server does. Requests in flight fail, watches are called. May be repeated.
+        Takes less than a second. Requests in flight fail, watches are called. A second call waits for the first.
         """
         if self._closed is not None:
             await asyncio.wait({self._closed})

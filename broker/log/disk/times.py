@@ -39,7 +39,7 @@ Search = Generator[None, None, tuple[int, int] | None]
 AT_ONCE = 16 * 1024
 """Timestamps that are processed between two yields."""
 LEARN_BATCHES = 100
-"""The index learns the result every so many batches, so that an abandoned search is still of use."""
+"""The index learns the result after each this many batches, so that an abandoned search is useful, too."""
 _BASE_POSITION = attrgetter("base_position")
 _NONE = array("q")
 
@@ -94,7 +94,7 @@ def _in_segment(files: FileCache, segment: Segment, index: SparseIndex, timestam
 def _running_maxima(
     files: FileCache, segment: Segment, at: int, header: BatchHeader
 ) -> Generator[None, None, array[int]]:
-    """For each message the greatest timestamp up to it; empty if the columns are damaged."""
+    """Returns the greatest timestamp up to each message; nothing if the columns are damaged."""
     if not header.flags & HAS_TIMESTAMPS:
         return array("q", [header.base_timestamp_us])
     batch = segment.path, at, header.producer_crc
