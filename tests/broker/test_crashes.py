@@ -1,4 +1,5 @@
-"""kill -9 of the broker, under load and while it starts: what was acknowledged is there once, in order and in place."""
+"""kill -9 of the broker, under load and while it starts, and of ZooKeeper: acknowledged messages are there once, in
+order and in place."""
 
 from __future__ import annotations
 
@@ -17,12 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from metamq import Producer, aio
+from metamq import Producer, aio, testing
 from metamq.client.producer.outgoing import Delivery
 from metamq.errors import BufferFull, MetamqError
 from metamq.testing import BrokerProcess, Cluster
 from tests.load import Load, Told, blocking, check
-from tests.one_zookeeper import cluster
 from tests.parts import Stored, read_topic, statistics, wait_until
 
 
@@ -68,7 +68,7 @@ def asynchronous(zookeeper: str) -> Callable[[Load], None]:
 
 @pytest.fixture
 def running() -> Iterator[Cluster]:
-    with cluster() as parts:
+    with testing.cluster() as parts:  # with a ZooKeeper of its own, which is killed too
         yield parts
 
 
@@ -76,6 +76,8 @@ SEES_FILES = Path("/proc/self/fd").is_dir()
 """Only there it can be told how far a start has come."""
 KILLS_BEFORE_READY: list[list[str]] = [["recovery"], [], ["soon", "recovery"], ["soon"], ["recovery", "recovery"]]
 """Between two times that it is ready, in turn."""
+ZOOKEEPER_KILLED_EVERY = 5
+"""Rounds."""
 
 
 def opens_logs(broker: BrokerProcess) -> bool:
@@ -139,7 +141,12 @@ def test_kill_9_under_load_loses_and_doubles_nothing(running: Cluster, kills: in
                 wait_until(lambda: statistics(running.broker)["counters"]["messages_in"], what="messages")
             time.sleep(choice.random() * 0.2)  # the random moment
             repeats += statistics(running.broker)["counters"]["repeats"]
+            if is_zookeeper_killed := number % ZOOKEEPER_KILLED_EVERY == 0:
+                running.zookeeper_server.kill()
+                time.sleep(choice.random() * 0.2)
             running.broker.kill()
+            if is_zookeeper_killed:
+                running.zookeeper_server.restart()
             for when in KILLS_BEFORE_READY[number % len(KILLS_BEFORE_READY)] if SEES_FILES else []:
                 stages[kill_while_it_starts(running.broker, when, choice)] += 1
             running.broker.start()
