@@ -56,6 +56,8 @@ _SETTINGS = (
      "Failover of the broker id if it has no mode yet: auto, or manual. Later use `metamq ha failover`.  [manual]"),
     ("--failover-pause-max", "failover_pause_max_ms", DURATION,
      "The longest pause between automatic switches; it doubles from 2 s with each one in ten minutes.  [2m]"),
+    ("--failover-return", "failover_return_ms", DURATION,
+     "The preferred replica becomes the master again after it has been in sync for this time.  [2m]"),
     ("--insync-lag", "insync_lag_ms", DURATION,
      "A slave that delays writes for this time leaves the in-sync set.  [5s]"),
     ("--replication-rate", "replication_bytes_per_s", SIZE, "Bytes per second to each slave; 0 is no limit.  [0]"),
@@ -155,7 +157,9 @@ def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
     help="Memory of the server, which keeps all of its data in memory.",
 )
 @click.option(
-    "--ensemble", help="All servers of an ensemble, the same list at each: host[:leader port:election port],..."
+    "--ensemble",
+    "servers",
+    help="All servers of an ensemble, the same list at each: host[:leader port:election port],...",
 )
 @click.option("--id", "number", type=click.IntRange(1), help="Number of this server: its place in --ensemble, from 1.")
 @click.option("--fetch-jars", is_flag=True, help="Download ZooKeeper's jars (4 MB), print their folder, and end.")
@@ -165,7 +169,7 @@ def zookeeper(
     host: str,
     port: int,
     memory_bytes: int,
-    ensemble: str | None,
+    servers: str | None,
     number: int | None,
     fetch_jars: bool,
     output: str,
@@ -189,24 +193,26 @@ def zookeeper(
     from metamq.zk.server.embedded import EmbeddedZooKeeper
     from metamq.zk.server.ensemble import Ensemble
 
-    if (ensemble is None) != (number is None):
+    if (servers is None) != (number is None):
         raise ConfigError(
             "--ensemble and --id belong together", hint="Give both, as in --id 1 --ensemble zk1,zk2,zk3, or neither."
         )
-    place = Ensemble.parse(number, ensemble) if number is not None and ensemble is not None else None
+    ensemble = Ensemble.parse(number, servers) if number is not None and servers is not None else None
+    if ensemble is not None and host == "127.0.0.1" and any("127.0.0.1:" not in one for one in ensemble.servers):
+        say("Clients on other machines cannot connect to this server: give --host 0.0.0.0, or the machine's address.")
     restrict_process()
     if fetch_jars:
         return _fetch_jars(output)
     with StopSignals() as signals, contextlib.suppress(Stopped):
         find_java_and_jars(signals)
         with EmbeddedZooKeeper(
-            Path(data), port, host=host, memory_bytes=memory_bytes, ensemble=place, check=signals.check
+            Path(data), port, host=host, memory_bytes=memory_bytes, ensemble=ensemble, check=signals.check
         ) as server:
             if output == "json":
                 print_json_line({"zookeeper": server.address})
             else:
-                what = "ZooKeeper" if place is None else f"Server {place.number} of ZooKeeper's ensemble"
-                say(f"{what} serves at {server.address}. Ctrl-C stops it.")
+                name = "ZooKeeper" if ensemble is None else f"Server {ensemble.number} of ZooKeeper's ensemble"
+                say(f"{name} serves at {server.address}. Ctrl-C stops it.")
             while not signals.wait(POLL_S):
                 server.check_running()
     return 0

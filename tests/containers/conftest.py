@@ -35,7 +35,9 @@ TAG = "metamq-test"
 ZOOKEEPER_PORT = 2181
 REPLICAS = {"broker-0": (0, 0), "broker-0-slave": (0, 1), "broker-1": (1, 0), "broker-1-slave": (1, 1)}
 """Broker id and number of what docker-compose.yml starts."""
-PORTS = (ZOOKEEPER_PORT, 8120, 8123, 8130, 8133, 8140, 8143, 8150, 8153)
+ZOOKEEPERS = ("zookeeper", "zookeeper-2", "zookeeper-3")
+"""What docker-compose.ensemble.yml starts, on this port and the next two."""
+PORTS = (*range(ZOOKEEPER_PORT, ZOOKEEPER_PORT + len(ZOOKEEPERS)), 8120, 8123, 8130, 8133, 8140, 8143, 8150, 8153)
 
 
 def _cannot_run(request: pytest.FixtureRequest, reason: str) -> NoReturn:
@@ -106,7 +108,7 @@ def build(compose_command: list[str], service: str, tag: str) -> str:
 
 def free_address() -> str:
     """Where to publish the ports: as docker-compose.yml does, or on another loopback address where they are taken."""
-    for address in ("127.0.0.1", "127.0.81.23"):
+    for address in ("127.0.0.1", "127.0.81.23", "127.0.81.24"):
         if all(_is_free(address, port) for port in PORTS):
             return address
     pytest.fail("the ports of docker-compose.yml are taken on this machine")
@@ -123,15 +125,17 @@ def _is_free(address: str, port: int) -> bool:
 
 
 class Composition:
-    """What docker-compose.yml starts, under a project name of its own."""
+    """What docker-compose.yml starts, with another file or without, under a project name of its own."""
 
-    def __init__(self, engine: DockerClient, compose_command: list[str], image: str) -> None:
+    def __init__(self, engine: DockerClient, compose_command: list[str], image: str, *more_files: str) -> None:
         self.engine = engine
         self.image = image
         self.project = f"metamq-test-{uuid.uuid4().hex[:8]}"
         self.address = free_address()
         self.zookeeper = f"{self.address}:{ZOOKEEPER_PORT}"
-        self._command = [*compose_command, "-p", self.project, "-f", str(ROOT / "docker-compose.yml")]
+        self._command = [*compose_command, "-p", self.project]
+        for file in ("docker-compose.yml", *more_files):
+            self._command += ["-f", str(ROOT / file)]
 
     def compose(self, *arguments: str) -> None:
         """Runs a command of Compose; fails with what it said."""
@@ -193,6 +197,10 @@ class Composition:
         (found,) = self.engine.networks.list(names=[f"{self.project}_default"])
         return found
 
+    def down(self) -> None:
+        """Removes all, with the data."""
+        self.compose("--profile", "spark", "down", "--volumes", "--timeout", "2")
+
 
 @pytest.fixture(scope="session")
 def composition(engine: DockerClient, compose_command: list[str], image: str) -> Iterator[Composition]:
@@ -202,4 +210,17 @@ def composition(engine: DockerClient, compose_command: list[str], image: str) ->
         composition.up()
         yield composition
     finally:
-        composition.compose("--profile", "spark", "down", "--volumes", "--timeout", "2")
+        composition.down()
+
+
+@pytest.fixture(scope="session")
+def with_ensemble(engine: DockerClient, compose_command: list[str], image: str) -> Iterator[Composition]:
+    """The same with an ensemble of ZooKeeper servers."""
+    composition = Composition(engine, compose_command, image, "docker-compose.ensemble.yml")
+    ports = range(ZOOKEEPER_PORT, ZOOKEEPER_PORT + len(ZOOKEEPERS))
+    composition.zookeeper = ",".join(f"{composition.address}:{port}" for port in ports)
+    try:
+        composition.up()
+        yield composition
+    finally:
+        composition.down()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,7 +20,6 @@ from metamq.zk.server.ports import HeldPort
 from tests.parts import read_topic, wait_until
 
 NUMBERS = (1, 2, 3)
-MINUTE_MS = 60_000
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ def test_the_servers_of_an_ensemble(text: str, servers: tuple[str, ...]) -> None
     assert ensemble.quorum == {3: 2, 5: 3}[len(servers)]
     lines = ensemble.settings(500)
     assert [lines[f"server.{number}"] for number in range(1, len(servers) + 1)] == list(servers)
-    assert lines["syncLimit"] == 10
+    assert lines["syncLimit"] == SYNC_MS // 500
 
 
 @pytest.mark.parametrize(
@@ -46,7 +45,8 @@ def test_the_servers_of_an_ensemble(text: str, servers: tuple[str, ...]) -> None
         (1, "zk1", "3 to 99 servers, not 1"),
         (1, "zk1,zk2", "3 to 99 servers, not 2"),
         (4, "a,b,c", "server 4 is not in the ensemble"),
-        (1, "a,b,a", "a server twice"),
+        (1, "a,b,a", "the same host and port"),
+        (1, "h:1:2,h:2:3,h:4:5", "the same host and port"),
         (1, "a,b,", "'' in the ensemble"),
         (1, "a,b,c:2181", "'c:2181' in the ensemble"),
         (1, "a,b,c:0:1", "'c:0:1' in the ensemble"),
@@ -62,7 +62,7 @@ def test_what_is_no_ensemble_is_refused(number: int, text: str, problem: str) ->
 
 
 def mode(server: EmbeddedZooKeeper) -> str:
-    """ "leader", "follower", or "" while it serves nobody."""
+    """Returns "leader" or "follower"; "" while the server serves nobody."""
     try:
         with socket.create_connection(("127.0.0.1", server.port), 1) as connection:
             connection.sendall(b"srvr")
@@ -84,9 +84,10 @@ class Servers:
             number: EmbeddedZooKeeper(folder / f"zookeeper-{number}", ensemble=Ensemble.parse(number, places))
             for number in NUMBERS
         }
+        for server in self.by_number.values():
+            stack.callback(server.stop)
         with ThreadPoolExecutor() as pool:  # none serves before another one runs
-            for server in pool.map(EmbeddedZooKeeper.start, self.by_number.values()):
-                stack.callback(server.stop)
+            list(pool.map(EmbeddedZooKeeper.start, self.by_number.values()))
         self.wait_for_all()
 
     @property
@@ -121,7 +122,7 @@ def freeze_the_leader(servers: Servers) -> None:
 def freeze_a_follower(servers: Servers) -> None:
     frozen = servers.by_number[servers.number_of("follower")]
     frozen.freeze()
-    threading.Event().wait(SYNC_MS / 1000)  # the leader gives it up
+    time.sleep((SYNC_MS + 1_000) / 1000)  # the leader gives it up
     frozen.thaw()
 
 
@@ -133,10 +134,20 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
 
 @pytest.fixture
 def running(servers: Servers, tmp_path: Path) -> Iterator[Cluster]:
-    settings = {"session_timeout_ms": MINUTE_MS, "failover": "auto"}
-    with cluster(zookeeper=servers.address, folder=tmp_path / "cluster", **settings) as made:
+    with cluster(zookeeper=servers.address, folder=tmp_path / "cluster", failover="auto") as made:
         made.add_slave()
         yield made
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_server_is_no_other_servers(tmp_path: Path) -> None:
+    """Nor that of a single server: it would write what the others lack."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "myid").write_text("2\n")
+    for ensemble in (None, Ensemble.parse(1, "a,b,c")):
+        with pytest.raises(ConfigError, match="is the data folder of server 2 of an ensemble") as failure:
+            EmbeddedZooKeeper(tmp_path, ensemble=ensemble).start()
+        assert "--id 2" in failure.value.hint
 
 
 @pytest.mark.slow
@@ -150,11 +161,12 @@ def test_writes_go_on_while_one_server_of_three_is_away(servers: Servers, runnin
         sent = 0
         with Producer[bytes](running.zookeeper) as producer:
             for fault in faults:
-                done = threading.Thread(target=fault, args=(servers,))
-                done.start()
-                while done.is_alive():
-                    producer.send("t", b"%d" % sent).result()
-                    sent += 1
+                with ThreadPoolExecutor(1) as pool:
+                    happens = pool.submit(fault, servers)
+                    while not happens.done():
+                        producer.send("t", b"%d" % sent).result()
+                        sent += 1
+                    happens.result()
                 servers.wait_for_all()
                 producer.send("t", b"%d" % sent).result()
                 sent += 1

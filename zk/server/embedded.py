@@ -1,4 +1,4 @@
-"""A real ZooKeeper server as a child process: for tests, the demo and `metamq up`.
+"""A real ZooKeeper server as a child process: for tests, the demo, `metamq up` and `metamq zookeeper`.
 
 The server is Apache's own, started with five jars on a small JVM. It must never outlive its parent. A parent killed
 with -9 cannot clean up, so there is a pipe whose write end only the parent has:
@@ -35,7 +35,7 @@ from typing import IO, TYPE_CHECKING, Self
 
 from metamq.errors import ConfigError, MetamqError, Timeout
 from metamq.private_files import make_folder
-from metamq.words import size
+from metamq.words import count, size
 from metamq.zk.server.jars import find_jars
 from metamq.zk.server.java import find_java
 from metamq.zk.server.ports import HeldPort, is_free
@@ -62,7 +62,7 @@ CLIENTS_OF_A_HOST_MAX = 4000
 program that keeps opening sessions takes all descriptors of the server."""
 _WATCHED = 'umask g-w,o=; exec 3<&0; (read _ <&3 || kill -9 $$) & exec "$@" </dev/null 3<&-'
 _PORT_ATTEMPTS = 5
-_PROBE_INTERVAL_S = 0.01
+_PROBE_INTERVAL_S, _PROBE_INTERVAL_S_MAX = 0.01, 0.5
 _WARN_EVERY_S = 10.0
 # A server that is starting accepts connections that it never answers: so the probe asks again soon.
 _ANSWER_S_MIN, _ANSWER_S_MAX = 0.1, 1.0
@@ -77,8 +77,8 @@ class EmbeddedZooKeeper:
     `data_dir` None means a temporary folder, which `stop` removes; a given folder is kept, and has the log of the
     server, `zookeeper.log`. `port` 0 chooses a free one. `host` is the address that it listens on. `check` is called
     often during a start; an error from it ends the start. `memory_bytes` limits Java's heap: a server that needs more
-    ends. A server of an `ensemble` serves once enough of the others run, and waits for them without a limit. It is a
-    context manager. All methods block, usually for less than a second; one thread at a time may call them.
+    ends. In an `ensemble`, start() waits without a limit until enough other servers run. The object is a context
+    manager. All methods except start() block for a few seconds at most; one thread at a time may call them.
     """
 
     def __init__(
@@ -157,6 +157,7 @@ class EmbeddedZooKeeper:
         java, jars = find_java(), find_jars()
         folder = self._open_data_dir()
         try:
+            self._be_in_ensemble(folder)
             self._start_server(java, jars, folder)
         except BaseException:
             self.stop()
@@ -238,6 +239,24 @@ class EmbeddedZooKeeper:
             ) from error
         return folder
 
+    def _be_in_ensemble(self, folder: Path) -> None:
+        """Notes the number of this server in its folder. Raises ConfigError if the folder is another server's.
+
+        A single server on the folder of an ensemble's server would write changes that the others lack. The ensemble
+        could then choose it as the leader, and the others would give up what they have committed.
+        """
+        path = folder / "data" / "myid"
+        number = path.read_text(errors="replace").strip() if path.exists() else ""
+        wanted = str(self._ensemble.number) if self._ensemble is not None else ""
+        if number and number != wanted:
+            raise ConfigError(
+                f"{folder} is the data folder of server {number} of an ensemble",
+                hint=f"Give its --ensemble and --id {number}, or another folder. To run it as a single server, stop "
+                f"the others permanently, and remove {path}.",
+            )
+        if wanted:
+            path.write_text(f"{wanted}\n")
+
     def _start_server(self, java: Path, jars: list[Path], folder: Path) -> None:
         for _ in range(_PORT_ATTEMPTS if self._choose_port else 1):
             if self._choose_port:
@@ -255,8 +274,6 @@ class EmbeddedZooKeeper:
         """Starts the process. Returns True if it serves; False if it ended instead."""
         config = folder / "zoo.cfg"
         config.write_text(self._config(folder))
-        if self._ensemble is not None:
-            (folder / "data" / "myid").write_text(f"{self._ensemble.number}\n")
         with self.log_path.open("ab") as output:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
@@ -285,10 +302,14 @@ class EmbeddedZooKeeper:
             if time.monotonic() - said >= _WARN_EVERY_S:
                 said = time.monotonic()
                 what = f"ZooKeeper (process {self._process.pid}) does not serve yet after {waited_s:.0f} s"
-                why = f" for {self._ensemble.quorum - 1} other servers to join" if self._ensemble is not None else ""
-                log.warning("%s: waiting%s. Its log is %s", what, why, self.log_path)
+                servers = (
+                    f". {count(self._ensemble.quorum, 'server')} must run and reach each other"
+                    if self._ensemble
+                    else ""
+                )
+                log.warning("%s: waiting for it%s. Its log is %s", what, servers, self.log_path)
             answer_s = min(max(waited_s / 4, _ANSWER_S_MIN), _ANSWER_S_MAX)
-            time.sleep(_PROBE_INTERVAL_S)
+            time.sleep(min(max(waited_s / 100, _PROBE_INTERVAL_S), _PROBE_INTERVAL_S_MAX))
         return True
 
     def _command(self, java: Path, jars: list[Path], config: Path) -> list[str]:
@@ -318,6 +339,7 @@ class EmbeddedZooKeeper:
         }
         if self._ensemble is not None:
             settings |= self._ensemble.settings(self._tick_ms)
+            settings["quorumListenOnAllIPs"] = str(self.host in ("", "0.0.0.0", "::")).lower()
         return "".join(f"{key}={value}\n" for key, value in settings.items())
 
     def _serves(self, folder: Path, timeout_s: float) -> bool:

@@ -15,10 +15,13 @@ from metamq.errors import ConfigError
 
 LEADER_PORT, ELECTION_PORT = 2888, 3888
 SERVERS_MAX = 99
-JOIN_MS, SYNC_MS = 30_000, 5_000
-"""Milliseconds in which a follower must have joined its leader, and after which a silent one is given up."""
+JOIN_MS = 120_000
+"""Milliseconds in which a follower must have loaded the leader's data."""
+SYNC_MS = 3_000
+"""Milliseconds after which followers give up a silent leader, and a leader a silent follower. A broker's lease is
+longer."""
 
-_SERVER = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}):([0-9]{1,5}))?")
+_SERVER = re.compile(r"(\[[\w:.%]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}):([0-9]{1,5}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +35,11 @@ class Ensemble:
     def parse(cls, number: int, text: str) -> Self:
         """The ensemble of "a,b,c" or "a:2888:3888,b:2888:3888". Raises ConfigError, which names the wrong part."""
         servers = tuple(_server(part.strip(), text) for part in text.split(","))
-        if len(set(servers)) < len(servers):
+        places = [(*server.rsplit(":", 2)[:1], port) for server in servers for port in server.rsplit(":", 2)[1:]]
+        if len(set(places)) < len(places):
             raise ConfigError(
-                f"the ensemble {text!r} has a server twice", hint="Each server has its own host or ports."
+                f"two servers of the ensemble {text!r} have the same host and port",
+                hint="Servers on one host need different ports, as in h:2888:3888,h:2889:3889,...",
             )
         if not 2 < len(servers) <= SERVERS_MAX:
             raise ConfigError(
@@ -54,7 +59,7 @@ class Ensemble:
         return len(self.servers) // 2 + 1
 
     def settings(self, tick_ms: int) -> dict[str, object]:
-        """The lines of zoo.cfg."""
+        """Returns the settings of the ensemble for zoo.cfg."""
         return {
             "initLimit": JOIN_MS // tick_ms,
             "syncLimit": SYNC_MS // tick_ms,
