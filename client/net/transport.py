@@ -66,11 +66,18 @@ def hosts_with_timeouts(host: str, timeout_s: float) -> list[tuple[str, float]]:
 
 
 def none_answered(address: str, refused: dict[str, ConnectError]) -> ConnectError:
-    """Returns the error for an address of which no host answered. `refused` has the error of each host."""
+    """Returns the error for an address of which no host answered. `refused` has the error of each host.
+
+    Its cause is a ConnectionRefusedError if each host refused: then no process listens at any of them.
+    """
     *_others, last = refused.values()
     if len(refused) == 1:
         return last
-    return ConnectError(address, "; ".join(f"{one}: {error.reason}" for one, error in refused.items()), hint=last.hint)
+    reasons = "; ".join(f"{one}: {error.reason}" for one, error in refused.items())
+    failure = ConnectError(address, reasons, hint=last.hint)
+    if all(isinstance(error.__cause__, ConnectionRefusedError) for error in refused.values()):
+        failure.__cause__ = last.__cause__
+    return failure
 
 
 def reason_of(error: OSError) -> str:
