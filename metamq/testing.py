@@ -58,7 +58,7 @@ class BrokerProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, *, wait: bool = True, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Starts the process and waits until it serves. Raises MetamqError, with the end of its log, if it ends."""
+        """Starts the process, and waits until it serves, unless `wait` is False. Raises the errors of wait_ready()."""
         assert self._process is None
         # The system must not choose the port: while the broker is down, the system could give the port to a connection.
         if not self.port:
@@ -82,8 +82,8 @@ class BrokerProcess:
             self.wait_ready(timeout_s)
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Waits until a started process serves. Raises MetamqError if it ends; after `timeout_s` kills it and
-        raises Timeout."""
+        """Waits until a started process serves. Raises MetamqError if it ends, and Timeout after `timeout_s`: then the
+        process is killed. Both errors have the end of its log."""
         assert self._process is not None
         assert self._process.stdout is not None
         answer = select.poll()

@@ -69,7 +69,7 @@ class Appends:
         limit = config.max_message_bytes
         header = check_from_producer(batch, 0, len(batch), self.batch_bytes_max)
         if header.codec == Codec.NONE and (problem := columns_problem(batch, header)) is not None:
-            raise CorruptData("batch", problem, hint="Its producer made it wrongly: look there.")
+            raise CorruptData("batch", problem, hint="The producer encoded this batch wrongly: look there.")
         if header.count == 1 and header.plain_size > limit + SINGLE_MESSAGE_OVERHEAD:
             raise MessageTooLarge(f"a message for topic {entry.topic!r}", header.plain_size, limit)
         return Admitted(master, partition, config, header)

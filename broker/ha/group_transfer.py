@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GroupTransferService:
-    """Decides about PUTs, in the broker's loop. `may_believe()`: True if this process may assume to be the master."""
+    """Decides about PUTs, in the broker's loop. `may_believe()`: True if it may believe that it is the master."""
 
     def __init__(self, broker_id: int, insync: HAService, may_believe: Callable[[], bool]) -> None:
         self._what = f"broker {broker_id}"

@@ -57,7 +57,10 @@ class RetryPolicy:
         check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
 
     def pause_after(self, error: Exception, failed_attempts: int) -> float | None:
-        """Returns the seconds until the next attempt, or None to give up. `failed_attempts` includes this one."""
+        """Returns the seconds until the next attempt, or None to give up.
+
+        `failed_attempts` includes this one, unless it ended with Rollback.
+        """
         if isinstance(error, Rollback):
             return error.delay_s
         if failed_attempts >= self.max_attempts:

@@ -59,7 +59,8 @@ class PartitionState:
     """The offset that a transaction of the application has committed. The transaction may have failed."""
     lowest_offset: int = 0
     reached_offset: int = 0
-    """Offsets from `lowest_offset` up to this one were delivered between the assignment and the last seek."""
+    """All offsets that were delivered between the assignment and the last seek are from `lowest_offset` up to this one.
+    Not every offset in between was delivered."""
     sought_offset: int | None = None
     """The target of the application's last seek, until the next commit in a transaction of its own."""
     seeks: int = 0

@@ -133,7 +133,11 @@ class DecisionLog:
             raise LogEnded(self._failed.problem)
 
     def commit(self, gtrid: str, resources: tuple[str, ...]) -> None:
-        """Records the decision. Raises LogEnded: it is not decided; StorageError: the next opening finds out."""
+        """Records the decision.
+
+        Raises LogEnded if it is certainly not recorded. Raises StorageError if that is unknown until the log is opened
+        again.
+        """
         with self._lock:
             self._append(_COMMIT, gtrid, list(resources))
             try:

@@ -31,8 +31,8 @@ async def register_topics(
     """Makes the offers of this master in ZooKeeper equal to `publish` (for writing) and `subscribe` (for reading).
 
     Both map topic -> number of partitions; without `subscribe` it is the same as `publish`. Call it whenever the offer
-    changes, and after every lost session. It withdraws topics that are missing in the maps, and those of a former
-    master. Raises Fenced if another replica is the master now.
+    changes, and after every lost session. It withdraws topics that are missing in the maps, even if a former
+    master offered them. Raises Fenced if another replica is the master now.
     """
     name = master_offer(held.broker_id)
     await _register(session, WRITING, name, publish, held)

@@ -94,7 +94,7 @@ def _in_segment(files: FileCache, segment: Segment, index: SparseIndex, timestam
 def _running_maxima(
     files: FileCache, segment: Segment, at: int, header: BatchHeader
 ) -> Generator[None, None, array[int]]:
-    """Returns the greatest timestamp up to each message; nothing if the columns are damaged."""
+    """Returns the greatest timestamp up to each message; an empty array if the columns are damaged."""
     if not header.flags & HAS_TIMESTAMPS:
         return array("q", [header.base_timestamp_us])
     batch = segment.path, at, header.producer_crc
