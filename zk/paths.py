@@ -5,6 +5,7 @@
     /meta/brokers/ids/<broker id>/state, failover, had-slaves                  persistent.
     /meta/brokers/topics-pub|topics-sub/<topic>/<broker id>-m|-s<replica>      ephemeral.
     /meta/config/topics/<topic>                                                persistent.
+    /meta/config/topic-defaults                                                persistent.
     /meta/consumers/<group>/ids/<consumer>                                     ephemeral.
     /meta/consumers/<group>/plan                                               persistent.
     /meta/consumers/<group>/owners/<topic>/<partition>                         ephemeral.
@@ -68,6 +69,9 @@ class Paths:
     def offered_topic(self, kind: str, topic: str, name: str) -> str:
         """`name` is the offering replica: `master_offer` or `slave_offer`."""
         return f"{self.offers(kind, topic)}/{name}"
+
+    def topic_defaults(self) -> str:
+        return f"{self.root}/config/topic-defaults"
 
     def topic_configs(self) -> str:
         return f"{self.root}/config/topics"

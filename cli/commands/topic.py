@@ -12,7 +12,14 @@ from metamq.cli.command import Group
 from metamq.cli.context import current
 from metamq.cli.show import units
 from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, YES, confirm, count, print_json, print_table, say
-from metamq.cli.show.topic_view import config_json, description_json, print_description, size_in_words
+from metamq.cli.show.topic_view import (
+    config_json,
+    defaults_json,
+    description_json,
+    print_defaults,
+    print_description,
+    size_in_words,
+)
 from metamq.client.admin.admin_core import WAIT_S
 from metamq.errors import ConfigError, CorruptData
 
@@ -119,6 +126,35 @@ def _warn_of_too_few(admin: Admin, config: TopicConfig) -> None:
                 f"Broker {broker.broker_id} has {count(there, 'replica')}, and --min-insync is {config.min_insync}: "
                 f"until {config.min_insync} are in sync, it refuses writes to {config.topic}."
             )
+
+
+@topic.command()
+@_settings
+@click.option("--reset", is_flag=True, help="Remove all defaults of the cluster.")
+@TEXT_OR_JSON
+def defaults(reset: bool, output: str, **options: Any) -> None:
+    """Show or replace the cluster's default settings of new topics.
+
+    A new topic has them if `metamq topic create` does not give the setting. With options, they replace all former
+    defaults. Existing topics do not change.
+
+    \b
+    metamq topic defaults
+    metamq topic defaults --replication sync --min-insync 2
+    metamq topic defaults --reset
+    """
+    settings = _given(options)
+    if settings and reset:
+        raise click.UsageError("--reset removes all defaults: give it without settings")
+    with current().admin() as admin:
+        if settings or reset:
+            with _named_as_given(options):
+                admin.set_topic_defaults(**settings)
+        found = admin.topic_defaults()
+    if output == "json":
+        print_json(defaults_json(found))
+    else:
+        print_defaults(found)
 
 
 @topic.command("list")

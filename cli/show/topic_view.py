@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,19 @@ def config_json(config: TopicConfig) -> dict[str, Any]:
     if isinstance(config.flush, FlushEvery):
         document["flush"] = {"messages": config.flush.messages, "ms": config.flush.ms}
     return document
+
+
+def defaults_json(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the defaults of new topics for -o json, in the form of config_json()."""
+    return {name: asdict(value) if isinstance(value, FlushEvery) else value for name, value in defaults.items()}
+
+
+def print_defaults(defaults: Mapping[str, Any]) -> None:
+    if not defaults:
+        click.echo("The cluster has no defaults of its own: new topics have metamq's.")
+        return
+    shown = ", ".join(f"{name} {show_flush(v) if name == 'flush' else v}" for name, v in sorted(defaults.items()))
+    click.echo(f"New topics have {shown}, unless `metamq topic create` says otherwise.")
 
 
 def description_json(one: TopicDescription) -> dict[str, Any]:

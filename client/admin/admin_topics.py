@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from metamq.client.admin.admin_brokers import ask_offsets, children, sizes_on_disk
 from metamq.client.admin.admin_model import PartitionDescription, TopicDescription, TopicSettings
@@ -22,6 +22,7 @@ from metamq.wire.commands import LATEST
 from metamq.zk.cluster.brokers import live_brokers, read_state
 from metamq.zk.cluster.offers import offered_partitions
 from metamq.zk.cluster.replicas import slaves_of
+from metamq.zk.cluster.topic_defaults import read_defaults, write_defaults
 from metamq.zk.cluster.topics import PARTITIONS_MAX, TopicConfig, spread_partitions
 from metamq.zk.errors import ConnectionLost, NoNode, NotEmpty
 from metamq.zk.names import check_topic, parse_partition
@@ -59,7 +60,8 @@ async def create_topic(
     if there is not None:
         return await _served_already(cluster, there, exist_ok, timeout_s)
     chosen = await _choose_brokers(cluster, brokers)
-    config = TopicConfig(topic, partitions=spread_partitions(partitions, chosen), **settings)
+    defaults = await read_defaults(cluster.session)
+    config = TopicConfig(topic, partitions=spread_partitions(partitions, chosen), **{**defaults, **settings})
     try:
         await _create(cluster, config)
     except TopicExists:  # another process was faster
@@ -101,6 +103,17 @@ async def _create(cluster: ClusterClient, config: TopicConfig) -> None:
                 return
             if there is not None:
                 raise TopicExists(config.topic) from error
+
+
+async def topic_defaults(cluster: ClusterClient) -> TopicSettings:
+    """Returns the cluster's defaults for new topics."""
+    return cast(TopicSettings, await read_defaults(cluster.session))
+
+
+async def set_topic_defaults(cluster: ClusterClient, settings: TopicSettings) -> None:
+    """Replaces the cluster's defaults for new topics. See Admin.set_topic_defaults."""
+    _check_settings(settings, "set_topic_defaults()")
+    await write_defaults(cluster.session, settings)
 
 
 async def alter_topic(
@@ -257,7 +270,7 @@ async def _wait_served(
     async def served() -> str:
         live = await live_brokers(cluster.session) if reachable_only else config.partitions
         for broker_id, count in config.partitions.items():
-            if broker_id in live and await _offered_count(cluster.session, config.topic, broker_id) != count:
+            if broker_id in live and await _offered_counts(cluster.session, config.topic, broker_id) != {count}:
                 return f"broker {broker_id} does not offer its {count} yet"
         requests: dict[TopicPartition, tuple[str, int]] = dict.fromkeys(config.topic_partitions, (config.id, LATEST))
         for tp, answer in (await ask_offsets(cluster, requests)).items():
@@ -269,12 +282,16 @@ async def _wait_served(
     await _wait(f"the start of topic {config.topic!r} at its brokers", timeout_s, served, hint)
 
 
-async def _offered_count(session: Session, topic: str, broker_id: int) -> int | None:
-    node = await session.get_or_none(session.paths.offered_topic("topics-pub", topic, master_offer(broker_id)))
-    try:
-        return None if node is None else offered_partitions(node.data)
-    except CorruptData:
-        return None
+async def _offered_counts(session: Session, topic: str, broker_id: int) -> set[int | None]:
+    """Returns the numbers of partitions that a broker offers for writing and for reading."""
+    found = set[int | None]()
+    for kind in OFFER_KINDS:
+        node = await session.get_or_none(session.paths.offered_topic(kind, topic, master_offer(broker_id)))
+        try:
+            found.add(None if node is None else offered_partitions(node.data))
+        except CorruptData:
+            found.add(None)
+    return found
 
 
 async def _wait(what: str, timeout_s: float, missing: Callable[[], Awaitable[str]], hint: str) -> None:

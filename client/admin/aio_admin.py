@@ -76,6 +76,14 @@ class Admin:
             admin_topics.create_topic, topic, partitions, brokers, exist_ok, timeout_s, settings
         )
 
+    async def topic_defaults(self) -> TopicSettings:
+        """See metamq.Admin.topic_defaults."""
+        return await self._core.call(admin_topics.topic_defaults)
+
+    async def set_topic_defaults(self, **settings: Unpack[TopicSettings]) -> None:
+        """See metamq.Admin.set_topic_defaults."""
+        await self._core.call(admin_topics.set_topic_defaults, settings)
+
     async def alter(
         self,
         topic: str,

@@ -47,6 +47,21 @@ def test_create_describe_alter_delete(metamq: Metamq) -> None:
     assert "orders" not in metamq("topic", "list").text
 
 
+def test_defaults_of_the_cluster(metamq: Metamq) -> None:
+    assert metamq("topic", "defaults").text.startswith("The cluster has no defaults of its own")
+    try:
+        changed = metamq("topic", "defaults", "--replication", "sync", "--flush", "100/1s")
+        assert changed.text.startswith("New topics have flush 100/1s, replication sync, unless")
+        assert metamq("topic", "create", "by-default", "-p", 1).status == 0
+        (found,) = metamq("topic", "describe", "by-default", "-o", "json").json
+        assert (found["config"]["replication"], found["config"]["flush"]) == ("sync", {"messages": 100, "ms": 1000})
+        refused = metamq("topic", "defaults", "--min-insync", 17)
+        assert (refused.status, "min_insync is 17" in refused.talk) == (1, True)
+        assert metamq("topic", "defaults", "--reset", "--min-insync", 1).status == 2
+    finally:
+        assert metamq("topic", "defaults", "--reset", "-o", "json").json == {}
+
+
 def test_a_setting_that_is_refused_is_named_as_it_was_given(metamq: Metamq, topic: str) -> None:
     for option, text in (("--segment-bytes", "1k"), ("--max-message-bytes", "1GiB"), ("--retention", "0s")):
         for name, command in (("never-made", "create"), (topic, "alter")):
