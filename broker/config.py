@@ -49,6 +49,8 @@ class BrokerConfig:
     """auto or manual: the mode of this broker id if it has none yet. Later `metamq ha failover` changes it."""
     failover_pause_max_ms: int = 120_000
     """The longest pause between automatic switches of masters. It doubles from 2 s with each switch in ten minutes."""
+    failover_return_ms: int = 120_000
+    """The time for which the preferred replica is in sync before it becomes the master again."""
     insync_lag_ms: int = 5_000
     """A slave that delays the master's acknowledgements this long leaves the in-sync set."""
     far_behind_bytes: int = 1024 * MEBIBYTE
@@ -88,6 +90,7 @@ class BrokerConfig:
             "id": (0, BROKER_ID_MAX),
             "replica": (0, REPLICA_MAX),
             "failover_pause_max_ms": (0, 3_600_000),
+            "failover_return_ms": (0, 86_400_000),
             "insync_lag_ms": (100, 600_000),
             "far_behind_bytes": (0, 1 << 50),
             "replication_bytes_per_s": (0, 1 << 50),

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.broker.ha.attempts import HAState, LinkAttempts
 from metamq.broker.ha.slave_link import SlaveLink
@@ -23,6 +24,7 @@ from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, DiskFull, Fenced, MetamqError, ProtocolError, StorageError
 from metamq.wire import sync
 from metamq.wire.commands import LATEST, OffsetsEntry
+from metamq.zk.cluster.epochs import CLASSES, master_of_epoch
 
 if TYPE_CHECKING:
     from metamq.broker.data.flusher import Flusher
@@ -35,6 +37,15 @@ log = logging.getLogger("metamq.broker")
 
 JOIN_TIMEOUT_S = 5.0
 REFUSALS_ENOUGH = 2
+
+
+class GivenUp(NamedTuple):
+    """The messages that a former master has acknowledged on `async` topics, and that no other replica has."""
+
+    epoch: int
+    """The last epoch in which it acknowledged some of them."""
+    messages: Mapping[str, int]
+    """Their number by topic."""
 
 
 class HAClient:
@@ -55,6 +66,7 @@ class HAClient:
         known_epoch: Callable[[], int],
         begun: Callable[[int], None],
         followed: Callable[[int], None],
+        gave_up: Callable[[GivenUp], None],
         changed: Callable[[], None],
         full: Callable[[], DiskFull | None],
         failed: Callable[[MetamqError], None],
@@ -62,7 +74,8 @@ class HAClient:
         """`known_epoch` returns the highest epoch that this replica knows, `begun` stores a newer one.
 
         `full` returns the reason why nothing can be stored now. On a full disk there is no link: retention or an
-        operator must free space first. `followed` stores a broker generation when all logs follow it. `changed` is
+        operator must free space first. `followed` stores a broker generation when all logs follow it. `gave_up` takes
+        the messages that this replica has acknowledged as a former master and then gave up. `changed` is
         called when a partition becomes readable, and when the master's address refuses connections.
         """
         self.state = HAState.READY
@@ -76,7 +89,10 @@ class HAClient:
         self._generation = generation
         self._known_epoch = known_epoch
         self._begun = begun
-        self.followed = followed
+        self._followed = followed
+        self._gave_up = gave_up
+        self._given_up: list[GivenUp] = []
+        """One for each log that was cut since the last report."""
         self._noticed = changed
         self.full = full
         self._failed = failed
@@ -216,6 +232,25 @@ class HAClient:
         if partition not in self.readable:
             self.readable.add(partition)
             self._noticed()
+
+    def was_cut(self, partition: Partition, last_epoch: int, messages: int) -> None:
+        """Notes that so many messages were cut from the end of a log whose last epoch this was.
+
+        A master of `async` topics has acknowledged such messages, if the last epoch was its own.
+        """
+        is_own = master_of_epoch(last_epoch) == self._registration().replica % CLASSES
+        if is_own and self._topics.config(partition.topic).replication == "async":
+            self._given_up.append(GivenUp(last_epoch, {partition.topic: messages}))
+
+    def all_decided(self, generation: int) -> None:
+        """Notes that all logs follow this broker generation. Reports the messages that this replica gave up."""
+        self._followed(generation)
+        if self._given_up:
+            messages = Counter[str]()
+            for one in self._given_up:
+                messages.update(one.messages)
+            self._gave_up(GivenUp(max(one.epoch for one in self._given_up), messages))
+            self._given_up.clear()
 
     def came_damaged(self, partition: Partition, damage: CopyDamaged) -> None:
         """Notes a batch that came damaged: on the way, or in the master's log."""

@@ -260,7 +260,7 @@ class SlaveLink:
                 self._owner.readable.discard(partition)
                 self._topics.remove_orphans(partition.reset_to(result.offset, result.position))
             elif result.position < partition.log.end_position:
-                self._cut(partition, result.position)
+                self._cut(partition, result)
             partition.flushed_listener = self._flushed
             self._flush(result.handle, partition)
 
@@ -285,7 +285,7 @@ class SlaveLink:
         """
         if self._generation and not (self._undecided or self._waiting):
             try:
-                self._owner.followed(self._generation)
+                self._owner.all_decided(self._generation)
                 self._generation = 0
             except MetamqError as error:
                 self.end(error)
@@ -370,12 +370,14 @@ class SlaveLink:
             self._topics.is_damaged(partition, error)
             raise
 
-    def _cut(self, partition: Partition, position: int) -> None:
+    def _cut(self, partition: Partition, result: sync.AttachResult) -> None:
+        epochs, end_offset = partition.log.epochs().entries, partition.log.end_offset
         try:
-            partition.cut(position)
+            partition.cut(result.position)
         except CorruptData as error:
             self._topics.is_damaged(partition, error)
             raise
+        self._owner.was_cut(partition, epochs[-1][0], end_offset - result.offset)
 
     def _stable(self, marks: list[tuple[int, int, int]]) -> None:
         for handle, offset, position in marks:

@@ -74,6 +74,7 @@ _RECEIVED = "At a slave: bytes of logs that came from masters"
 _IN_SYNC = "At the master: replicas in sync, itself included"
 _FAILOVER = "1 when an in-sync slave takes over by itself: failover is auto, and not paused"
 _PROMOTIONS = "Times that this replica became the master since its start: by itself, or asked"
+_GIVEN_UP = "Messages of async topics that this replica acknowledged as a former master, and gave up"
 
 
 class Histogram(NamedTuple):
@@ -188,6 +189,7 @@ def _replication(statistics: dict[str, Any]) -> Iterator[Metric]:
     for by, number in statistics["promotions"].items():
         promotions.add_metric([by], number)
     yield promotions
+    yield CounterMetricFamily("metamq_replication_given_up_messages", _GIVEN_UP, value=statistics["given_up_messages"])
     for family, value in (
         (GaugeMetricFamily("metamq_replication_linked", _LINKED, labels=[]), _linked(statistics)),
         (

@@ -28,7 +28,7 @@ from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.log_once import LogOnce
 from metamq.broker.roles.decide_role import RoleDecision, RoleKind, decide_role
 from metamq.broker.roles.role import BetweenRoles, MasterRole, ReplicaStatus, Role, SlaveRole, WaitingRole
-from metamq.broker.roles.successor import Successor
+from metamq.broker.roles.successor import Attempt, Successor
 from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout
 from metamq.zk.cluster.brokers import BrokerState, Mastership, StateAt, become_master, known, master_of, read_state
@@ -279,10 +279,10 @@ class RoleKeeper:
             deposed=self.look_again,
             failed=self._log_failed,
         )
-        self.successor.begin_mode()
         self._taken = None  # from here on the replica may answer clients in this epoch
         transfer = GroupTransferService(registration.broker_id, service, self._may_believe)
         self._exchange(MasterRole(mastership.epoch, service, transfer, transactions), refusal)
+        self.successor.begun(mastership.state)
         log.info("%s is the master, epoch %d", self._what, mastership.epoch)
         self._mastership = mastership
         await self._offer()
@@ -338,6 +338,7 @@ class RoleKeeper:
             known_epoch=lambda: self._folder.epoch,
             begun=self._folder.know_epoch,
             followed=self._folder.follow_generation,
+            gave_up=self.successor.gave_up,
             full=lambda: self._status.disk_full,
             changed=self.look_again,
             failed=self._failed,
@@ -422,6 +423,7 @@ class RoleKeeper:
                 handed_over = await self._is_handed_over(state)
             if noticed is not None and not noticed.is_gone and not handed_over:
                 raise Fenced(self._what, "the master did not hand over")
+            self.successor.attempt = Attempt(state, asked, noticed, since, has_lost=not in_sync)
             mastership = await take_over(
                 self._session, registration, state, version, claims,
                 accept_loss=asked.accept_loss, handed_over=handed_over and not asked.master_stops,
@@ -433,7 +435,6 @@ class RoleKeeper:
             except SHORTAGES:
                 self.look_again()  # this replica is the master, and begins its epoch again
                 raise
-            self.successor.promoted(mastership.epoch, state.master, asked, noticed, since, has_lost=not in_sync)
             return mastership
 
     async def _is_handed_over(self, state: BrokerState) -> bool:
@@ -591,8 +592,6 @@ class RoleKeeper:
             "reason": role.reason,
             "epoch": role.followed_epoch,
             "known_epoch": self._folder.epoch,
-            "failover": self.successor.says,
-            "failover_is_on": self.successor.is_on,
-            "promotions": self.successor.promotions,
+            **self.successor.statistics(),
             **role.statistics(),
         }

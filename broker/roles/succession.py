@@ -23,7 +23,7 @@ candidate that does not take over loses its turn to the next one.
     the situation                                              the decision
     failover is manual, or paused                              STAY
     the master is there, and this replica has been the         TAKE_OVER, by a hand-over
-    preferred one, and in sync, for RETURN_MS
+    preferred one, and in sync, for `return_ms`
     the master is there                                        STAY
     this replica is not in the in-sync set                     STAY
     this replica has an obstacle                               WAIT if the master is gone, else STAY
@@ -52,8 +52,6 @@ TURN_MS = 1000
 """Milliseconds that a candidate has for its take-over before the next one tries."""
 OBSTACLE_MS = 1000
 """Milliseconds between two looks at an obstacle: no event reports its end."""
-RETURN_MS = 120_000
-"""Milliseconds after which the preferred replica becomes the master again."""
 FREE_SWITCHES = 3
 """Automatic switches within FLAPPING_MS that need no pause."""
 FLAPPING_MS = 600_000
@@ -100,6 +98,8 @@ class Situation(NamedTuple):
     """The age of each automatic switch that is listed."""
     pause_max_ms: int = 120_000
     """The longest pause against flapping."""
+    return_ms: int = 120_000
+    """The preferred replica becomes the master again after it has been in sync for this time."""
 
 
 class Noticed(NamedTuple):
@@ -130,8 +130,8 @@ def decide(now: Situation) -> StepDecision:
         return StepDecision(Step.WAIT if now.gone else Step.STAY, now.obstacle, again_ms)
     if not now.gone and now.me[0] != now.failover.preferred:
         return StepDecision(Step.STAY, "the master is there")
-    if not now.gone and now.in_sync_ms < RETURN_MS:
-        return StepDecision(Step.WAIT, "the preferred replica returns later", RETURN_MS - now.in_sync_ms)
+    if not now.gone and now.in_sync_ms < now.return_ms:
+        return StepDecision(Step.WAIT, "the preferred replica returns later", now.return_ms - now.in_sync_ms)
     if (left_ms := pause_ms(now.switches_ago_ms, now.pause_max_ms)) > 0:
         count = len(_recent(now.switches_ago_ms))
         return StepDecision(Step.WAIT, f"a pause against flapping, after {count} automatic switches", left_ms)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metamq.broker.roles.role import MasterRole, SlaveRole
 from metamq.broker.roles.succession import (
@@ -39,6 +39,7 @@ from metamq.zk.cluster.failover import (
     change_failover,
     check_mode,
     read_failover,
+    with_loss,
     with_switch,
 )
 from metamq.zk.cluster.replicas import slaves_of
@@ -47,7 +48,7 @@ from metamq.zk.session.watches import OneWatch
 if TYPE_CHECKING:
     from metamq.broker.config import BrokerConfig
     from metamq.broker.data.topics import Topics
-    from metamq.broker.ha.client import HAClient
+    from metamq.broker.ha.client import GivenUp, HAClient
     from metamq.broker.roles.role import ReplicaStatus
     from metamq.zk.cluster.registrations import BrokerAddress, Registration
     from metamq.zk.session.session import Session
@@ -59,9 +60,23 @@ RECORD_ATTEMPTS = 20
 UNPUBLISHED = 0, -1
 CLOCK_SKEW_S_MAX = 60.0
 """A switch that is listed further in the future than this does not count for the pause."""
-CAUSE_CHARS_MAX = 200
+CAUSE_CHARS_MAX, LOST_CHARS_MAX = 200, 500
 RESIGN_S = 5.0
 """Seconds that a master that stops spends on its successor."""
+
+
+class Attempt(NamedTuple):
+    """A take-over that this replica attempts. If its answer is lost, it may have succeeded."""
+
+    state: BrokerState
+    """The state that it replaces."""
+    asked: Promote
+    noticed: Noticed | None
+    """None: an operator, or a master that stops, asked for it."""
+    since: float
+    """The loop's time at which the cause was noticed."""
+    has_lost: bool
+    """True if this replica was not in sync."""
 
 
 class Successor:
@@ -93,9 +108,13 @@ class Successor:
         """The epochs of automatic switches, and the loop's time of each; None: not read yet."""
         self.published = UNPUBLISHED
         """The epoch whose master is gone, and the size of the logs here in bytes."""
+        self.attempt: Attempt | None = None
+        """The last take-over that is not listed yet."""
         self._recording: set[asyncio.Task[None]] = set()
         self.decision: StepDecision | None = None
         """The last decision, for `ha status`; None at a master."""
+        self.given_up_messages = 0
+        """The messages that this process has reported to gave_up()."""
         self.promotions = {"itself": 0, "asked": 0}
         """Counts: this process became the master by itself, or asked by an operator or by a master that stops."""
 
@@ -108,6 +127,15 @@ class Successor:
     def says(self) -> str:
         """The last decision, in words. Any thread."""
         return off_reason(self._failover) if self.decision is None else self.decision.reason
+
+    def statistics(self) -> dict[str, Any]:
+        """Returns figures for `ha status` and metrics. Any thread."""
+        return {
+            "failover": self.says,
+            "failover_is_on": self.is_on,
+            "promotions": self.promotions,
+            "given_up_messages": self.given_up_messages,
+        }
 
     async def step(self) -> float | None:
         """Takes the next step. Returns the seconds after which to call it again, even if nothing changes; or None.
@@ -153,7 +181,7 @@ class Successor:
         candidates = [_candidate(slave, state) for slave in slaves if _member(slave) in state.insync]
         return Situation(
             failover, state, registration.member, self._obstacle(), gone, gone_ms, candidates, in_sync_ms, ago_ms,
-            self._config.failover_pause_max_ms,
+            self._config.failover_pause_max_ms, self._config.failover_return_ms,
         )  # fmt: skip
 
     def _obstacle(self) -> str:
@@ -189,8 +217,14 @@ class Successor:
                 seen[one.epoch] = (self._seen or {}).get(one.epoch, now - max(ago_s, 0.0))
         self._seen = seen
 
-    def begin_mode(self) -> None:
-        """Gives a broker id that has no mode of failover yet the configured one, in the background."""
+    # -- a new master -------------------------------------------------------------------------------------------------
+
+    def begun(self, state: BrokerState) -> None:
+        """Notes that this replica has begun an epoch as the master. Lists the take-over that led to it, and gives a
+        broker id without a mode of failover the configured one; both in the background."""
+        attempt, self.attempt = self.attempt, None
+        if attempt is not None and (epoch := taken_over_in(attempt.state, state)):
+            self._taken_over(attempt, epoch)
         if self._config.failover:
             self._in_background(self._begin_mode(check_mode(self._config.failover)))
 
@@ -198,42 +232,33 @@ class Successor:
         with contextlib.suppress(ConnectError):  # the next epoch tries again
             await begin_failover(self._session, self._registration().broker_id, mode)
 
-    # -- a master -----------------------------------------------------------------------------------------------------
-
-    def promoted(
-        self, epoch: int, former: int, asked: Promote, noticed: Noticed | None, since: float, *, has_lost: bool
-    ) -> None:
-        """Lists a switch in ZooKeeper, in the background: this replica serves as the master meanwhile.
-
-        `since`: the loop's time at which the cause was noticed. `has_lost`: this replica was not in sync.
-        """
-        registration = self._registration()
-        cause = (asked.cause or "an operator's command")[:CAUSE_CHARS_MAX]
-        took_ms = round((asyncio.get_running_loop().time() - since) * 1000)
-        is_automatic = noticed is not None
+    def _taken_over(self, attempt: Attempt, epoch: int) -> None:
+        registration, former = self._registration(), attempt.state.master
+        cause = (attempt.asked.cause or "an operator's command")[:CAUSE_CHARS_MAX]
+        took_ms = round((asyncio.get_running_loop().time() - attempt.since) * 1000)
+        is_automatic = attempt.noticed is not None
         self.promotions["itself" if is_automatic else "asked"] += 1
-        lost = "an operator accepted a loss" if has_lost else ""
+        lost = "an operator accepted a loss" if attempt.has_lost else ""
         at_ms = round(time.time() * 1000)
         switch = Switch(epoch, cause, former, registration.replica, at_ms, took_ms, is_automatic, lost)
         what = f"{registration} is the master instead of replica {former}, after {took_ms} ms: {cause}"
         log.log(logging.WARNING if is_automatic else logging.INFO, "%s", what)
-        self._in_background(self._record(switch))
+        self._in_background(self._change_list(partial(with_switch, switch=switch), f"the switch to epoch {epoch}"))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._recording.add(task)
         task.add_done_callback(self._recording.discard)
 
-    async def _record(self, switch: Switch) -> None:
+    async def _change_list(self, change: Callable[[Failover], Failover], what: str) -> None:
         for _ in range(RECORD_ATTEMPTS):
             try:
-                broker_id = self._registration().broker_id
-                await change_failover(self._session, broker_id, partial(with_switch, switch=switch))
+                await change_failover(self._session, self._registration().broker_id, change)
                 return
             except (ConnectError, CorruptData) as error:
-                log.warning("the switch to epoch %d is not listed yet: %s", switch.epoch, error)
+                log.warning("%s is not listed yet: %s", what, error)
                 await asyncio.sleep(RETRY_S)
-        log.warning("the switch to epoch %d is not listed: ZooKeeper did not answer for long", switch.epoch)
+        log.warning("%s is not listed: ZooKeeper did not answer for long", what)
 
     async def close(self) -> None:
         """Ends the background work."""
@@ -241,6 +266,20 @@ class Successor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- a former master ----------------------------------------------------------------------------------------------
+
+    def gave_up(self, given_up: GivenUp) -> None:
+        """Reports the messages that this former master has acknowledged and then gave up: in the log, in a metric, and
+        in the background in the list of switches."""
+        count = sum(given_up.messages.values())
+        self.given_up_messages += count
+        topics = ", ".join(f"{topic}: {number:,}" for topic, number in sorted(given_up.messages.items()))
+        lost = f"{count:,} messages of async topics ({topics})"[:LOST_CHARS_MAX]
+        registration = self._registration()
+        log.warning("%s gave up messages that it had acknowledged as the master: %s", registration, lost)
+        change = partial(with_loss, was=registration.replica, epoch=given_up.epoch, lost=lost)
+        self._in_background(self._change_list(change, f"the loss of {lost}"))
 
     # -- a master that stops ------------------------------------------------------------------------------------------
 
@@ -271,6 +310,15 @@ class Successor:
             log.warning("replica %d does not take over: %s", slave.replica, error)
             return False
         return True
+
+
+def taken_over_in(former: BrokerState, state: BrokerState) -> int:
+    """The epoch in which the master of `state` took over from that of `former`; 0 if another one did in between."""
+    reigns = [reign for reign in state.reigns if reign[0] > former.epoch]
+    if not reigns:  # it replaced itself
+        return state.epoch if former.master == state.master else 0
+    epoch, master = reigns[-1]
+    return epoch if len(reigns) == 1 and master == state.master else 0
 
 
 def _member(slave: BrokerAddress) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -14,6 +13,8 @@ import click
 from metamq.cli.command import Group
 from metamq.cli.context import current
 from metamq.cli.removal import ACCEPT_LOSS, removal_lines, report_removed
+from metamq.cli.replica_move import ReportedWait, wait_until_in_sync
+from metamq.cli.replica_move import move as move_to
 from metamq.cli.show.output import (
     TABLE_OR_JSON,
     TEXT_OR_JSON,
@@ -25,9 +26,9 @@ from metamq.cli.show.output import (
     print_table,
     say,
 )
-from metamq.cli.show.replica_view import damage_faults, in_sync_and_down, replica_faults
+from metamq.cli.show.replica_view import damage_faults, in_sync_and_down, replica_faults, state_in_words
 from metamq.cli.show.units import DURATION, show_bytes
-from metamq.errors import ConfigError, ConnectError, MetamqError, Timeout
+from metamq.errors import ConfigError, ConnectError
 from metamq.zk.cluster.failover import MODES
 from metamq.zk.paths import Paths
 from metamq.zk.servers import parse_servers
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 HEADINGS = [
     "BROKER", "REPLICA", "ROLE", "STATE", "ADDRESS", "IN SYNC", "MESSAGES BEHIND", "BYTES", "SECONDS", "EPOCH"
 ]  # fmt: skip
-WAIT_S = 0.2
 WAIT_HINT = "`metamq ha status` shows each replica. With --broker the command waits for one broker only."
 
 
@@ -65,9 +65,10 @@ def ha() -> None:
 def status(broker_id: int | None, output: str) -> int:
     """Show each broker's replicas: roles, the in-sync set, how far slaves are behind their master.
 
-    STATE is up, down (not registered), or silent (a registered master that left two requests unanswered). IN SYNC is
-    the value in ZooKeeper, even for a replica that is down. If there are faults, the command prints them and their
-    repair on standard error, and the exit status is 1. It does not show a replica that is neither in sync nor running.
+    STATE is up, down (not registered), silent (a registered master that left two requests unanswered), or catching up
+    (a slave that copies data, with an estimate by its speed of the last second). IN SYNC is the value in ZooKeeper,
+    even for a replica that is down. If there are faults, the command prints them and their repair on standard error,
+    and the exit status is 1. It does not show a replica that is neither in sync nor running.
 
     \b
     metamq ha status
@@ -101,7 +102,7 @@ def _row(broker: BrokerReplicas, replica: ReplicaDescription) -> list[object]:
         str(broker.broker_id),
         str(replica.replica),
         "learner" if replica.learner and replica.role == "slave" else replica.role,
-        replica.state,
+        state_in_words(replica),
         replica.address,
         "yes" if replica.in_sync else "never" if replica.learner else replica.stage or "no",
         replica.lag_messages,
@@ -128,14 +129,13 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
     metamq ha wait --in-sync 2
     metamq ha wait --broker 0 --in-sync 3 --limit 10m
     """
-    deadline = time.monotonic() + limit_ms / 1000
-    waiting = _Waiting()
-    with _admin_of_a_cluster(deadline, waiting) as admin:
+    waiting = ReportedWait(limit_ms / 1000)
+    with _admin_of_a_cluster(waiting) as admin:
         while True:
             try:
                 found = admin.replicas()
             except ConnectError as error:  # ZooKeeper answered before, and may come back soon
-                waiting.retry(error, deadline)
+                waiting.retry(error)
                 continue
             asked = found if broker_id is None else {broker_id: found[broker_id]} if broker_id in found else {}
             lacking = [one for one in asked.values() if not _is_in_sync(one, wanted)]
@@ -146,10 +146,7 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
             else:
                 why = "; ".join(_shortage(one, wanted) for one in lacking)
             waiting.report(why)
-            if time.monotonic() > deadline:
-                what = f"waiting for {count(wanted, 'replica')} in sync"
-                raise Timeout(f"{what} ({why})", limit_ms / 1000, hint=WAIT_HINT)
-            time.sleep(WAIT_S)
+            waiting.pause(f"waiting for {count(wanted, 'replica')} in sync", why, WAIT_HINT)
     if output == "json":
         print_json([_json(one) for one in asked.values()])
     else:
@@ -158,26 +155,7 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
     return 0
 
 
-class _Waiting:
-    """Prints the reason for the wait, once until it changes."""
-
-    def __init__(self) -> None:
-        self._reported = ""
-
-    def report(self, why: str) -> None:
-        if why != self._reported:
-            self._reported = why
-            say(f"Waiting: {why}.")
-
-    def retry(self, error: MetamqError, deadline: float) -> None:
-        """Prints an error, and waits a moment. Raises the error after the deadline."""
-        if time.monotonic() > deadline:
-            raise error
-        self.report(error.problem)
-        time.sleep(WAIT_S)
-
-
-def _admin_of_a_cluster(deadline: float, waiting: _Waiting) -> Admin:
+def _admin_of_a_cluster(waiting: ReportedWait) -> Admin:
     """Waits for ZooKeeper, and for the first broker. Raises ConfigError, ConnectError at the deadline."""
     parse_servers(current().servers())  # a wrong address or root raises at once: waiting does not repair it
     Paths(current().root_path())
@@ -185,7 +163,7 @@ def _admin_of_a_cluster(deadline: float, waiting: _Waiting) -> Admin:
         try:
             return current().admin()
         except (ConfigError, ConnectError) as error:
-            waiting.retry(error, deadline)
+            waiting.retry(error)
 
 
 def _shortage(broker: BrokerReplicas, wanted: int) -> str:
@@ -262,6 +240,62 @@ def remove(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: s
     report_removed(plan, output)
 
 
+_LIMIT = click.option(
+    "--limit", "limit_ms", type=DURATION, default="1h", show_default=True, help="Give up after this time."
+)
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
+@click.option("--replica", type=int, required=True, help="The number of the new replica.")
+@_LIMIT
+@TEXT_OR_JSON
+def add(broker_id: int, replica: int, limit_ms: int, output: str) -> None:
+    """Add a replica to a broker id: wait until it runs and is in sync, with progress.
+
+    Start the replica on its machine, before or after this command; the command prints how. With -o json it prints the
+    same as `metamq ha status`.
+
+    \b
+    metamq ha add --broker 0 --replica 2
+    """
+    with current().admin() as admin:
+        broker = wait_until_in_sync(admin, broker_id, replica, ReportedWait(limit_ms / 1000))
+    if output == "json":
+        print_json(_json(broker))
+    else:
+        say(f"Replica {replica} of broker {broker_id} is in sync.")
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
+@click.option("--from", "former", type=int, required=True, help="The replica to replace.")
+@click.option("--to", "replica", type=int, required=True, help="The new replica, on another machine.")
+@_LIMIT
+@YES
+@TEXT_OR_JSON
+def move(broker_id: int, former: int, replica: int, limit_ms: int, yes: bool, output: str) -> None:
+    """Move a broker id from one replica to another one, while clients continue.
+
+    Start the new replica on its machine; the command prints how. When it is in sync, a master hands over to it. Then
+    stop the former replica: the command waits for its end, and removes it. If the command is interrupted, run it again.
+
+    \b
+    metamq ha move --broker 0 --from 0 --to 2
+    """
+    if former == replica:
+        raise click.UsageError("--from and --to are the same replica")
+    plan = [
+        f"Replica {replica} of broker {broker_id} will get all data. If replica {former} is the master, it hands over.",
+        f"You then stop replica {former}, and it is removed from the in-sync set permanently.",
+    ]
+    with current().admin() as admin:
+        confirm(plan, yes=yes)
+        move_to(admin, broker_id, former, replica, ReportedWait(limit_ms / 1000))
+    if output == "json":
+        print_json({"broker_id": broker_id, "from": former, "to": replica})
+
+
 FAILOVER_HEADINGS = ["BROKER", "FAILOVER", "MASTER", "PREFERRED", "NEXT", "WHY NONE"]
 HISTORY_HEADINGS = ["TIME", "BROKER", "EPOCH", "FROM", "TO", "TOOK", "CAUSE", "GIVEN UP"]
 
@@ -269,7 +303,11 @@ HISTORY_HEADINGS = ["TIME", "BROKER", "EPOCH", "FROM", "TO", "TOOK", "CAUSE", "G
 @ha.command()
 @click.argument("mode", type=click.Choice(MODES), required=False)
 @click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
-@click.option("--preferred", type=int, help="The replica that becomes the master whenever it is in sync; -1: none.")
+@click.option(
+    "--preferred",
+    type=int,
+    help="The replica that becomes the master again after two minutes in sync, if failover is auto; -1: none.",
+)
 @TABLE_OR_JSON
 def failover(mode: str | None, broker_id: int | None, preferred: int | None, output: str) -> None:
     """Show or set the failover of brokers: auto or manual.

@@ -80,7 +80,8 @@ class Admin:
 
         `partitions` is the total, spread evenly over the live brokers, or over `brokers` (broker ids). `settings`:
         flush, retention_ms, retention_bytes, cleanup, segment_bytes, max_message_bytes, min_insync, replication; see
-        metamq.zk.cluster.topics.TopicConfig.
+        metamq.zk.cluster.topics.TopicConfig. A setting that is not given has the cluster's default, see
+        set_topic_defaults().
 
         With exist_ok=True an existing topic stays unchanged, even if its partitions or settings differ, and the call
         does not wait for brokers that are down.
@@ -89,6 +90,17 @@ class Admin:
         exists, and its brokers follow when they can.
         """
         return self._call(admin_topics.create_topic, topic, partitions, brokers, exist_ok, timeout_s, settings)
+
+    def topic_defaults(self) -> TopicSettings:
+        """Returns the cluster's defaults for new topics; without a default, metamq's own applies."""
+        return self._call(admin_topics.topic_defaults)
+
+    def set_topic_defaults(self, **settings: Unpack[TopicSettings]) -> None:
+        """Replaces the cluster's defaults for new topics. Existing topics do not change. Raises ConfigError.
+
+        The call removes the defaults that it does not give. `settings` are those of create_topic().
+        """
+        self._call(admin_topics.set_topic_defaults, settings)
 
     def alter(
         self,
@@ -210,7 +222,8 @@ class Admin:
 
         mode:       "auto": an in-sync slave takes over by itself. "manual": an operator promotes.
         paused:     True stops automatic switches for maintenance, False allows them again.
-        preferred:  the replica that becomes the master whenever it is in sync; -1: none.
+        preferred:  the replica that becomes the master again, by a hand-over, after two minutes in sync, if failover is
+                    auto and not paused; -1: none.
 
         Raises ConfigError for an unknown broker id or a wrong value.
         """

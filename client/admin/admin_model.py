@@ -250,13 +250,20 @@ class ReplicaDescription:
     damaged_count: int = 0
     damaged: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    silent_s: float = 0.0
+    """Seconds that this call has waited in vain for a master's answers; 0: it answered."""
+    catch_up_s: float | None = None
+    """An estimate: the seconds until a slave that is not in sync has all data, at its speed of the last second."""
 
     @property
     def state(self) -> str:
-        """The state: "up", "down" while it is not registered, "silent" for a registered master that does not answer."""
+        """The state: "down" while it is not registered, "silent" for a registered master that does not answer,
+        "catching up" for a slave that copies data, else "up"."""
         if self.address is None:
             return "down"
-        return "silent" if self.problem and self.role == "master" else "up"
+        if self.problem and self.role == "master":
+            return "silent"
+        return "catching up" if self.role == "slave" and not self.in_sync and self.lag_bytes else "up"
 
     @property
     def holds_all(self) -> bool:

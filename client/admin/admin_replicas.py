@@ -54,6 +54,8 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
     problems: dict[int, str] = {}
     damaged: dict[int, tuple[int, tuple[str, ...]]] = {}
     reports: dict[int, dict[str, Any]] = {}
+    silent_s = dict[int, float]()
+    began = asyncio.get_running_loop().time()
     if master is not None:
         try:
             answer = await _ask_twice(cluster, master)
@@ -62,6 +64,7 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
             damaged[master.replica] = answer.get("damaged_count", 0), tuple(answer.get("damaged", ()))
         except MetamqError as error:
             problems[state.master] = error.problem
+            silent_s[state.master] = asyncio.get_running_loop().time() - began
         except (KeyError, TypeError, AttributeError) as error:
             problems[state.master] = f"its statistics have the wrong structure: {error!r}"
     # The master reports on replicas that have a link, or had one a moment ago.
@@ -81,7 +84,8 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
     ]
     for place, one in enumerate(replicas):
         damaged_count, reasons = damaged.get(one.replica, (0, ()))
-        replicas[place] = replace(one, damaged_count=damaged_count, damaged=reasons)
+        silent = silent_s.get(one.replica, 0.0)
+        replicas[place] = replace(one, damaged_count=damaged_count, damaged=reasons, silent_s=silent)
     try:
         failover = await read_failover(cluster.session, broker_id)
         mode: str = "paused" if failover.paused else failover.mode
@@ -113,21 +117,23 @@ def _replica(
     reports: dict[str, Any],
 ) -> ReplicaDescription:
     is_waiting = address is not None and address.role == "slave"
+    in_sync, lag_bytes, bytes_s = _in_sync(state, number, address), link.get("lag_bytes"), link.get("bytes_s")
     return ReplicaDescription(
         broker_id=broker_id,
         replica=number,
         role="slave" if number != state.master else "waiting" if is_waiting else "master",
         address=address.address if address is not None else None,
-        in_sync=_in_sync(state, number, address),
+        in_sync=in_sync,
         version=address.version if address is not None else None,
         stage=str(link.get("stage", "")),
         copying=link.get("copying"),
         lag_messages=link.get("lag_messages"),
-        lag_bytes=link.get("lag_bytes"),
+        lag_bytes=lag_bytes,
         lag_ms=link.get("lag_ms"),
         problem=problem,
         learner=address.learner if address is not None else bool(link.get("learner")),
         refused=tuple(map(str, reports.get("refused", ()))),
+        catch_up_s=lag_bytes / bytes_s if lag_bytes and bytes_s and not in_sync else None,
     )
 
 

@@ -113,6 +113,16 @@ def with_switch(failover: Failover, switch: Switch) -> Failover:
     return replace(failover, switches=tuple([*others, switch][-SWITCHES_KEPT:]))
 
 
+def with_loss(failover: Failover, was: int, epoch: int, lost: str) -> Failover:
+    """The failover with a loss noted at the switch that ended a replica's last epoch as the master."""
+    switches = list(failover.switches)
+    for place, one in enumerate(switches):
+        if one.was == was and one.epoch > epoch:
+            switches[place] = replace(one, lost="; ".join(filter(None, (one.lost, lost))))
+            break
+    return replace(failover, switches=tuple(switches))
+
+
 def failover_json(failover: Failover) -> bytes:
     """The data of the node."""
     return json.dumps(asdict(failover)).encode()

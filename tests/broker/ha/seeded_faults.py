@@ -14,16 +14,22 @@ from typing import Any
 from metamq.broker import __main__ as broker
 from metamq.broker.data.partition import Partition
 from metamq.broker.ha import handshake
+from metamq.broker.ha.client import HAClient
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.ha.handshake import Side, SyncDecision, SyncVerdict, decide
 from metamq.broker.ha.service import HAService
-from metamq.broker.roles import decide_role, keeper
+from metamq.broker.roles import decide_role, keeper, successor
 from metamq.broker.roles.decide_role import RoleDecision, RoleKind
 from metamq.broker.roles.decide_role import decide_role as decide_properly
+from metamq.broker.roles.succession import SESSION_ENDED, Situation, StepDecision
 from metamq.testing import BrokerProcess
 from metamq.zk.cluster import brokers, replicas
+from metamq.zk.cluster.brokers import BrokerState
+from metamq.zk.cluster.registrations import Member
 from metamq.zk.cluster.replicas import Confirmed, change_insync
+from metamq.zk.errors import ConnectionLost
 from metamq.zk.nodes import ANY_VERSION
+from metamq.zk.session.session import Session
 
 SETTING = "METAMQ_SEEDED_FAULT"
 
@@ -96,6 +102,57 @@ def zookeeper_of_yesterday_believed() -> None:
         module.taken_back = lambda *_: ""  # type: ignore[attr-defined]
 
 
+def elects_outside_the_in_sync_set() -> None:
+    """A slave takes over although it is not in the in-sync set, and says that nothing is lost."""
+    read_properly, decide_step_properly = keeper.RoleKeeper._read_all, successor.decide
+
+    async def read_all(self: keeper.RoleKeeper) -> Any:
+        stored, claims = await read_properly(self)
+        if stored is not None and stored[0].master != self._registration().replica:
+            stored = with_member(stored[0], self._registration().member), stored[1]
+        return stored, claims
+
+    def decide_step(now: Situation) -> StepDecision:
+        return decide_step_properly(now._replace(state=with_member(now.state, now.me)))
+
+    keeper.RoleKeeper._read_all = read_all  # type: ignore[method-assign]
+    successor.decide = decide_step
+
+
+def with_member(state: BrokerState, member: Member) -> BrokerState:
+    return state if member in state.insync else replace(state, insync=(*state.insync, member))
+
+
+def takes_over_too_early() -> None:
+    """A slave takes over as soon as its link has ended: the master's lease is not over."""
+    step_properly = successor.Successor.step
+
+    async def why_gone(_self: Any, _broker_id: int, link: HAClient) -> str:
+        return "" if link.linked else SESSION_ENDED
+
+    async def step(self: successor.Successor) -> float | None:
+        await step_properly(self)
+        return 0.2
+
+    successor.Successor._why_gone = why_gone  # type: ignore[method-assign]
+    successor.Successor.step = step  # type: ignore[method-assign]
+
+
+def answer_of_a_take_over_lost() -> None:
+    """The first take-over succeeds, and its answer is lost."""
+    proper, done = keeper.take_over, list[Any]()
+
+    async def take_over(session: Session, *args: Any, **settings: Any) -> Any:
+        done.append(await proper(session, *args, **settings))
+        if len(done) == 1:
+            raise ConnectionLost(session.servers, "the answer is lost")
+        return done[-1]
+
+    keeper.take_over = take_over  # type: ignore[attr-defined]
+
+
+HARMLESS = {"answer_of_a_take_over_lost": answer_of_a_take_over_lost}
+"""What may happen to a broker without a fault of its own."""
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
@@ -104,6 +161,8 @@ FAULTS: dict[str, Callable[[], None]] = {
         cut_at_the_wrong_place,
         stale_epoch_accepted,
         zookeeper_of_yesterday_believed,
+        elects_outside_the_in_sync_set,
+        takes_over_too_early,
     )
 }
 
@@ -116,5 +175,5 @@ class FaultyBroker(BrokerProcess):
 
 if __name__ == "__main__":
     if fault := os.environ.pop(SETTING, ""):
-        FAULTS[fault]()
+        {**FAULTS, **HARMLESS}[fault]()
     sys.exit(broker.main())

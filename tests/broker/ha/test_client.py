@@ -41,7 +41,8 @@ class SlaveEnd:
         client = HAClient(
             lambda: self.registration, topics, Flusher(fails), learner=False, generation=lambda: 1,
             known_epoch=lambda: 0, begun=lambda epoch: None,
-            followed=self.followed.append, changed=lambda: None, full=lambda: None, failed=fails,
+            followed=self.followed.append, gave_up=lambda given_up: None,
+            changed=lambda: None, full=lambda: None, failed=fails,
         )  # fmt: skip
         self.link = SlaveLink(client, self, topics, client._flusher)  # type: ignore[arg-type]
         topics.closing = self.link.detach

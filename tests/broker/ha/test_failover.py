@@ -6,17 +6,22 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from metamq import Admin
+from metamq.broker.roles.succession import PREFERRED
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConfigError, ConnectError, Fenced
 from metamq.wire.commands import Command, Promote
 from metamq.zk.cluster.failover import Failover, Switch, change_failover
 from metamq.zk.session.session import Session
-from tests.broker.ha.test_replication import Group, a_sync_topic, metrics, replica_group
-from tests.parts import SLOW_S, wait_until
+from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, metrics, replica_group
+from tests.one_zookeeper import cluster
+from tests.parts import SLOW_S, values_to_end, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -242,3 +247,79 @@ def test_the_pause_against_flapping_counts_switches_from_before_a_restart(group:
     reason = "a pause against flapping, after 8 automatic switches"
     wait_until(lambda: group.replication(1)["failover"] == reason, what="the pause")
     assert master(group) == 0
+
+
+def test_the_preferred_replica_returns_by_a_hand_over() -> None:
+    """No delivery fails, and each switch back counts as automatic."""
+    with replica_group(failover="auto", failover_return_ms=500) as group:
+        topic = a_sync_topic(group, partitions=1)
+        group.add_slave(failover_return_ms=500)
+        group.wait_insync(0, 1)
+        with group.cluster.admin() as admin, Traffic(group, topic) as traffic:
+            for preferred in (1, 0):
+                admin.set_failover(0, preferred=preferred)
+                wait_until(partial(is_master, group, preferred), what="the return")
+                group.wait_insync(0, 1, master=preferred)
+                traffic.wait_for_more()
+        wait_until(lambda: len(switches(group)) == 2, what="the list of switches")
+        assert {(one.cause, one.is_automatic) for one in switches(group)} == {(PREFERRED, True)}
+        assert group.read(topic) == [b"%d" % number for number in range(traffic.acknowledged)]
+
+
+def is_master(group: Group, replica: int) -> bool:
+    return master(group) == replica
+
+
+def test_a_session_of_two_seconds() -> None:
+    with replica_group(failover="auto", session_timeout_ms=2000) as group:
+        topic = a_sync_topic(group, partitions=1)
+        group.add_slave(session_timeout_ms=2000)
+        group.wait_insync(0, 1)
+        with Traffic(group, topic) as traffic:
+            group.lose_master(group.replicas[0].freeze, 1)
+            wait_until(partial(is_master, group, 1), what="the switch")
+            traffic.wait_for_more()
+            group.replicas[0].thaw()
+            group.wait_insync(0, 1, master=1)
+            traffic.wait_for_more()
+        assert group.read(topic) == [b"%d" % number for number in range(traffic.acknowledged)]
+
+
+def test_a_rolling_restart_of_six_brokers_under_load() -> None:
+    """Three broker ids with two replicas each: no delivery fails, and nothing is lost or doubled."""
+    with cluster(brokers=3, failover="auto", session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS) as running:
+        for broker_id in range(3):
+            running.add_slave(broker_id)
+        running.create_topic("t", partitions=6, replication="sync")
+        with running.admin() as admin, running.producer(linger_ms=0) as producer:
+            acknowledged, stop = 0, threading.Event()
+
+            def send() -> None:
+                nonlocal acknowledged
+                while not stop.is_set():
+                    producer.send("t", b"%d" % acknowledged).result(SLOW_S)
+                    acknowledged += 1
+
+            with ThreadPoolExecutor(1) as pool:
+                sending = pool.submit(send)
+                try:
+                    for process in (*running.brokers, *running.slaves):
+                        wait_until(partial(all_in_sync, admin), what="all in sync")
+                        process.restart()
+                    wait_until(partial(all_in_sync, admin), what="all in sync")
+                finally:
+                    stop.set()
+                sending.result(SLOW_S)
+            masters = [
+                next(one.replica for one in each.replicas if one.role == "master") for each in admin.replicas().values()
+            ]
+        with running.consumer(topics=["t"], idle_timeout_s=0.5) as consumer:
+            assert sorted(map(int, values_to_end(consumer))) == list(range(acknowledged))
+        assert masters == [0, 0, 0], "each restart of a master moved it to the slave, whose restart moved it back"
+
+
+def all_in_sync(admin: Admin) -> bool:
+    found = admin.replicas()
+    return len(found) == 3 and all(
+        one.holds_all for each in found.values() for one in each.replicas if each.replicas[1:]
+    )

@@ -86,7 +86,8 @@ def test_thousands_of_cuts_leave_the_loop_to_others_and_what_comes_behind_them_w
         client = HAClient(
             lambda: REGISTRATION, topics, Flusher(fails), learner=False, generation=lambda: 1,
             known_epoch=lambda: 0, begun=lambda epoch: None,
-            followed=lambda generation: None, changed=lambda: None, full=lambda: None, failed=fails,
+            followed=lambda generation: None, gave_up=lambda given_up: None,
+            changed=lambda: None, full=lambda: None, failed=fails,
         )  # fmt: skip
         line = Line()
         link = SlaveLink(client, line, topics, Flusher(fails))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The checker of the chaos tests is itself checked: a fault is seeded into the brokers, and must be found.
 
-Two scripts bring about what the chaos comes upon by chance: a master that dies with what its slave has not got, and
-one that thaws after another was promoted. Without a fault nothing is found.
+Scripts bring about what the chaos comes upon by chance: a master that dies with what its slave has not got, one that
+thaws after another was promoted, one that is cut off from its slave. Without a fault nothing is found.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ TOGETHER_S = 4
 LINK = Way(party(0), party(1))
 ALONE_S = (0.5, 2, 8)
 """For so long a producer waits for what cannot be acknowledged; longer where its master had nothing of it by then."""
+NOBODY_S = 8
+"""For so long a slave is waited for that must not take over; it is four sessions."""
 TRIES = 3
 """What a fault does depends on who is faster."""
 
@@ -39,11 +41,11 @@ TRIES = 3
 class FaultyGroup(NetworkedGroup):
     """Two replicas with a fault, and what a producer and a reader were told."""
 
-    def __init__(self, zookeeper: EmbeddedZooKeeper, folder: Path, lag_ms: int) -> None:
-        super().__init__(zookeeper, folder, replicas=2, made_by=FaultyBroker, insync_lag_ms=lag_ms)
+    def __init__(self, zookeeper: EmbeddedZooKeeper, folder: Path, *, replication: str, **settings: Any) -> None:
+        super().__init__(zookeeper, folder, replicas=2, made_by=FaultyBroker, **settings)
         self.history = History()
         self.found: list[str] = []
-        self.cluster.create_topic(TOPIC, partitions=1, replication="sync")
+        self.cluster.create_topic(TOPIC, partitions=1, replication=replication)
         self.wait_insync(0, 1)
 
     def send(self, name: int, timeout_s: float = 60) -> None:
@@ -146,21 +148,75 @@ def has_role(group: FaultyGroup, number: int, role: str) -> bool:
     return bool(group.replication(number)["role"] == role)
 
 
-SCRIPTS = {
-    "acknowledged_early": dies_with_what_nobody_else_has,
-    "seen_early": dies_with_what_nobody_else_has,
-    "cut_at_the_wrong_place": dies_with_what_nobody_else_has,
-    "stale_epoch_accepted": thaws_after_a_promotion,
-    "zookeeper_of_yesterday_believed": zookeeper_goes_back,
+def thaws_after_a_switch(group: FaultyGroup) -> None:
+    """As after a promotion, and nobody promotes."""
+    group.send(9)
+    group.replicas[0].freeze()
+    wait_until(lambda: group.state().master == 1, what="the switch")
+    group.send(10)
+    group.replicas[0].thaw()
+    group.together(1)
+    group.send(11)
+    group.check()
+
+
+def dies_while_its_slave_is_not_in_sync(group: FaultyGroup) -> None:
+    """Nothing reaches the slave, which leaves the set; the master gets messages, dies, and comes back."""
+    group.send(12)
+    group.network.cut(LINK)
+    group.send(13)
+    group.replicas[0].kill()
+    group.network.heal(LINK, broken=True)
+    switched(group)
+    group.replicas[0].start()
+    group.send(14)
+    group.together(group.state().master)
+    group.check()
+
+
+def is_cut_off_from_its_slave(group: FaultyGroup) -> None:
+    """The master lives, acknowledges, and is cut off from its slave only, which stays in the set."""
+    group.send(15)
+    group.network.cut(LINK, LINK.back)
+    group.send(16)
+    switched(group)
+    group.network.heal(LINK, LINK.back, broken=True)
+    group.together(group.state().master)
+    group.check()
+
+
+def switched(group: FaultyGroup) -> None:
+    """Gives a slave that would take over the time for it."""
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: group.state().master == 1, NOBODY_S)
+
+
+SCRIPTS = [
+    ("acknowledged_early", dies_with_what_nobody_else_has),
+    ("seen_early", dies_with_what_nobody_else_has),
+    ("cut_at_the_wrong_place", dies_with_what_nobody_else_has),
+    ("stale_epoch_accepted", thaws_after_a_promotion),
+    ("zookeeper_of_yesterday_believed", zookeeper_goes_back),
+    ("elects_outside_the_in_sync_set", dies_while_its_slave_is_not_in_sync),
+    ("takes_over_too_early", is_cut_off_from_its_slave),
+]
+SOON_OUT, STAYS_IN = {"insync_lag_ms": 1000}, {"insync_lag_ms": 120_000}
+"""A slave that is cut off leaves the in-sync set, or stays in it."""
+AUTO = {"failover": "auto", "failover_pause_max_ms": 0}
+SETTINGS: dict[Any, dict[str, Any]] = {
+    dies_with_what_nobody_else_has: {"replication": "sync", **STAYS_IN},
+    thaws_after_a_promotion: {"replication": "sync", **SOON_OUT},
+    zookeeper_goes_back: {"replication": "sync", **SOON_OUT},
+    thaws_after_a_switch: {"replication": "sync", **SOON_OUT, **AUTO},
+    dies_while_its_slave_is_not_in_sync: {"replication": "sync", **SOON_OUT, **AUTO},
+    is_cut_off_from_its_slave: {"replication": "async", **STAYS_IN, **AUTO},
 }
-LAG_MS = {dies_with_what_nobody_else_has: 120_000, thaws_after_a_promotion: 1000, zookeeper_goes_back: 1000}
-"""A slave that is cut off stays in the set in the one, and a promoted one may be thrown out in the other."""
 
 
 @contextlib.contextmanager
-def a_group(folder: Path, lag_ms: int) -> Iterator[FaultyGroup]:
+def a_group(folder: Path, **settings: Any) -> Iterator[FaultyGroup]:
     with EmbeddedZooKeeper(folder / "zookeeper") as zookeeper:
-        group = FaultyGroup(zookeeper, folder, lag_ms)
+        group = FaultyGroup(zookeeper, folder, **settings)
         try:
             yield group
         finally:
@@ -173,27 +229,40 @@ def attempt(script: Any, group: FaultyGroup) -> None:
 
 
 def test_every_fault_has_a_script() -> None:
-    assert SCRIPTS.keys() == seeded_faults.FAULTS.keys()
+    assert {fault for fault, _script in SCRIPTS} == seeded_faults.FAULTS.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", LAG_MS)
+@pytest.mark.parametrize("script", SETTINGS)
 def test_without_a_fault_nothing_is_found(tmp_path: Path, script: Any) -> None:
-    with a_group(tmp_path, LAG_MS[script]) as group:
+    with a_group(tmp_path, **SETTINGS[script]) as group:
         script(group)
         assert group.found == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("fault", SCRIPTS)
-def test_a_seeded_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fault", "script"), SCRIPTS)
+def test_a_seeded_fault_is_found(fault: str, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(seeded_faults.SETTING, fault)
-    script = SCRIPTS[fault]
     for number in range(TRIES):
         (tmp_path / str(number)).mkdir()
-        with a_group(tmp_path / str(number), LAG_MS[script]) as group:
+        with a_group(tmp_path / str(number), **SETTINGS[script]) as group:
             attempt(script, group)
         if [one for one in group.found if "was acknowledged" in one or "a reader saw" in one]:
             return
     raise AssertionError(group.found)
+
+
+@pytest.mark.slow
+def test_a_take_over_whose_answer_is_lost_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(seeded_faults.SETTING, "answer_of_a_take_over_lost")
+    with a_group(tmp_path, **SETTINGS[thaws_after_a_switch]) as group:
+        epoch = group.state().epoch
+        group.replicas[0].kill()
+        wait_until(lambda: has_role(group, 1, "master"), what="the switch")
+        with group.cluster.admin() as admin:
+            wait_until(lambda: admin.failover(0).switches, what="the list of switches")
+            (switch,) = admin.failover(0).switches
+        assert (switch.was, switch.now, switch.is_automatic) == (0, 1, True)
+        assert epoch < switch.epoch < group.state().epoch, "the take-over, and the epoch after the lost answer"

@@ -447,7 +447,8 @@ def test_a_slave_leaves_a_master_that_hangs_in_the_handshake_when_there_is_anoth
         client = HAClient(
             lambda: registration, topics, Flusher(fails), learner=False, generation=lambda: 1,
             known_epoch=lambda: 0, begun=lambda epoch: None,
-            followed=lambda generation: None, changed=lambda: None, full=lambda: None, failed=fails,
+            followed=lambda generation: None, gave_up=lambda given_up: None,
+            changed=lambda: None, full=lambda: None, failed=fails,
         )  # fmt: skip
         following = asyncio.ensure_future(client.run())
         try:

@@ -16,7 +16,6 @@ from metamq.broker.roles.succession import (
     PAUSE_FIRST_MS,
     PREFERRED,
     PUBLISH_MS,
-    RETURN_MS,
     SESSION_ENDED,
     TURN_MS,
     Candidate,
@@ -53,8 +52,8 @@ def situation(**changes: Any) -> Situation:
         ({"me": (1, 2)}, Step.STAY),  # another incarnation
         ({"me": (3, 1), "candidates": ()}, Step.STAY),
         ({"gone": "", "failover": Failover("auto", preferred=1)}, Step.WAIT),
-        ({"gone": "", "failover": Failover("auto", preferred=1), "in_sync_ms": RETURN_MS}, Step.TAKE_OVER),
-        ({"gone": "", "failover": Failover("auto", preferred=2), "in_sync_ms": RETURN_MS}, Step.STAY),
+        ({"gone": "", "failover": Failover("auto", preferred=1), "in_sync_ms": 120_000}, Step.TAKE_OVER),
+        ({"gone": "", "failover": Failover("auto", preferred=2), "in_sync_ms": 120_000}, Step.STAY),
         ({"obstacle": "the disk is full"}, Step.WAIT),
         ({"obstacle": "the disk is full", "gone": ""}, Step.STAY),
         ({"candidates": (Candidate(1, None),)}, Step.TAKE_OVER),
