@@ -26,6 +26,15 @@ class Finding:
     hint: str = ""
 
 
+def state_in_words(replica: ReplicaDescription) -> str:
+    """Returns the state of a replica for a table, with its time."""
+    if replica.state == "silent":
+        return f"silent for {replica.silent_s:.0f} s"
+    if replica.state == "catching up" and replica.catch_up_s is not None:
+        return f"catching up, {replica.catch_up_s:.0f} s left"
+    return replica.state
+
+
 def replica_faults(broker: BrokerReplicas) -> list[Finding]:
     """Returns the faults of a broker id's replicas, the master's first."""
     refused = [

@@ -416,3 +416,15 @@ def test_balance_spreads_masters_over_hosts_and_prefers_them(offline: Metamq) ->
         assert [admin.failover(broker_id).preferred for broker_id in (0, 1)] == [1, 0]
         again = offline("ha", "balance", *here)
         assert (again.status, again.talk) == (0, "Masters: 1 at 127.0.0.11, 1 at 127.0.0.12.\n")
+
+
+@pytest.mark.slow
+def test_status_estimates_when_a_slave_has_caught_up(offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(replication_bytes_per_s=1 << 20) as running:
+        running.create_topic("t", partitions=1)
+        with running.producer() as producer:
+            producer.send_many("t", [bytes([number % 256]) * 1000 for number in range(20_000)])
+        monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
+        running.add_slave()
+        shown = r"1 +slave +catching up, \d+ s left"
+        wait_until(lambda: re.search(shown, offline("ha", "status").text), what="an estimate")

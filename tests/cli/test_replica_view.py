@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from metamq.cli.show.replica_view import damage_faults, failover_faults, replica_faults
+from metamq.cli.show.replica_view import damage_faults, failover_faults, replica_faults, state_in_words
 from metamq.client.admin.admin_model import BrokerReplicas, ReplicaDescription
 
 
@@ -104,6 +104,14 @@ def test_who_is_in_sync_and_has_not_shown_yet_that_its_logs_are_whole_is_waited_
 ) -> None:
     assert replace(READY, copying=copying).holds_all is holds_all
     assert MASTER.holds_all
+
+
+def test_a_slave_that_copies_data_is_catching_up() -> None:
+    copies = replace(READY, in_sync=False, lag_bytes=4_000_000)
+    assert (copies.state, state_in_words(copies)) == ("catching up", "catching up")
+    assert state_in_words(replace(copies, catch_up_s=40.4)) == "catching up, 40 s left"
+    assert state_in_words(replace(copies, lag_bytes=0)) == "up"
+    assert state_in_words(replace(HANGS, silent_s=6.1)) == "silent for 6 s"
 
 
 @pytest.mark.parametrize(
