@@ -267,7 +267,9 @@ def test_status_shows_how_far_a_slave_is_behind(offline: Metamq, behind: Behind)
         assert behind.lag_s(slave.lag_ms / 1000, before)
         assert (master.in_sync, master.lag_messages, master.lag_bytes, master.lag_ms) == (True, None, None, None)
     before = time.monotonic()
-    columns = offline("ha", "status").text.splitlines()[2].replace("catching up", "catching-up").split()
+    row = re.sub(r"catching up(, [\d,]+ s left)?", "catching-up", offline("ha", "status").text.splitlines()[2])
+    columns = row.split()
+    assert columns[3] == "catching-up"
     assert columns[5:8] == ["catching-up", str(sum(LACKED.values())), show_bytes(behind.lag_bytes)]
     assert behind.lag_s(float(columns[8]), before, rounding=0.0505)
     before = time.monotonic()
