@@ -1,6 +1,9 @@
 """Writes docs/performance.md and its plot from a result file, so that no figure is typed by hand.
 
 python bench/report.py [bench/results/latest.json]
+
+The figures of a master's end come from bench/results/failover.json:
+`./dev bench --only failover --output bench/results/failover.json`.
 """
 
 from __future__ import annotations
@@ -205,6 +208,23 @@ def _against_kafka(rates: dict[str, float]) -> str:
     )
 
 
+def _failover(measured: dict[str, Any]) -> list[str]:
+    names = {"stop": "SIGTERM", "kill": "kill -9", "freeze": "SIGSTOP for 1.5 sessions"}
+    lines = ["", "## A master ends", ""]
+    lines.append(
+        "Three replicas, and a producer that sends one message after the other; each is acknowledged by all replicas "
+        "in sync, two at least. The longest time without an acknowledgement, in seconds, over "
+        f"{measured['rows'][0]['rounds']} rounds, in turns with Kafka 4.3 (three nodes, the same session time-out, "
+        "librdkafka with short pauses between attempts), all on this machine:"
+    )
+    lines += ["", "| | session | metamq p50 | p99 | Kafka p50 | p99 |", "|---|---|---|---|---|---|"]
+    for row in measured["rows"]:
+        figures = [row.get(name) for name in ("metamq_p50_s", "metamq_p99_s", "kafka_p50_s", "kafka_p99_s")]
+        cells = ["-" if figure is None else f"{figure:.2f}" for figure in figures]
+        lines.append(f"| {names[row['fault']]} | {row['session_ms'] / 1000:g} s | {' | '.join(cells)} |")
+    return lines
+
+
 def _checks(found: list[dict[str, Any]]) -> list[str]:
     lines = ["", "## Targets", ""]
     lines += ["Targets in messages per second are for a loopback of 2 GB/s, and are scaled by the loopback here.", ""]
@@ -248,6 +268,10 @@ def main() -> None:
     """Writes the page and the plot."""
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "bench" / "results" / "latest.json"
     results = json.loads(source.read_text())
+    if (long := source.with_name("failover.json")).exists():
+        measured = json.loads(long.read_text())
+        results["failover"] = measured["failover"]
+        results["checks"] += measured["checks"]
     machine = results["machine"]
     lines = [INTRODUCTION.rstrip(), ""]
     lines.append(
@@ -266,6 +290,7 @@ def main() -> None:
         ("replication", _replication),
         ("transactions", _transactions),
         ("spark", _spark),
+        ("failover", _failover),
     ):
         if part in results:
             lines += write(results[part])

@@ -3,6 +3,7 @@
     ./dev bench                 all parts, about fifteen minutes
     ./dev bench --quick         one round, for a first look
     ./dev bench --only latency  a part: throughput, latency, lifecycle, rebalance, replication, transactions, spark
+    ./dev bench --only failover a part that is not in the run of all parts, since each round takes half a minute
 
 Writes bench/results/latest.json, from which bench/report.py makes docs/performance.md. Figures are medians over the
 rounds. Every round measures the raw limits too, so that both see the same machine.
@@ -38,6 +39,7 @@ from settle import gives_memory_back
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "spark")
+LONG_PARTS = ("failover",)
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
 ENOUGH_FSYNCS = 1250
@@ -131,6 +133,13 @@ def run_spark(rounds: int) -> dict[str, Any]:
     return spark.measure(rounds, say)
 
 
+def run_failover(rounds: int) -> dict[str, Any]:
+    """Measures the time without an acknowledgement when a master ends, beside Kafka."""
+    import failover
+
+    return failover.measure(rounds, say)
+
+
 class Targets:
     """The project's targets: (what, figure, target, reached) of each that was measured."""
 
@@ -198,11 +207,20 @@ class Targets:
         self.at_least("Spark's sink, exactly / at least once", measured["sink"]["exactly_to_least"], 0.70)
         self.at_most("Spark, a trickle end to end p50, ms", measured["trickle"]["p50_ms"], 100)
 
+    def failover(self, measured: dict[str, Any]) -> None:
+        for row in measured["rows"]:
+            session_s = row["session_ms"] / 1000
+            limit_s = 0.3 if row["fault"] == "stop" else session_s + 0.5
+            what = f"gap p99, {row['fault']}, session {session_s:g} s"
+            self.at_most(f"{what}, s", row["metamq_p99_s"], limit_s)
+            if "kafka_p99_s" in row and row["fault"] != "stop":
+                self.at_most(f"{what} / Kafka's", row["metamq_p99_s"] / row["kafka_p99_s"], 1.0)
+
 
 def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     """Returns (what, figure, target, reached) for each of the project's targets."""
     targets = Targets()
-    for name in ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "spark"):
+    for name in (*PARTS, *LONG_PARTS):
         if name in results:
             getattr(targets, name)(results[name])
     return targets.found
@@ -232,7 +250,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--only", choices=(*PARTS, *LONG_PARTS), action="append")
     parser.add_argument("--output", type=Path, default=RESULTS / "latest.json")
     arguments = parser.parse_args()
     runners: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -243,6 +261,7 @@ def main() -> int:
         "replication": run_replication,
         "transactions": run_transactions,
         "spark": run_spark,
+        "failover": run_failover,
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds
