@@ -60,9 +60,11 @@ def wait_until_in_sync(admin: Admin, broker_id: int, replica: int, waiting: Repo
             if one is None or one.address is None:
                 why = f"{name} does not run; start it: {_command(broker_id, replica)}"
             else:
-                why = f"{name} is {one.problem or one.stage or one.state}"
+                copying = f"{one.copying:,} partitions are copied" if one.copying else one.stage or "it has no link yet"
+                why = f"{name}: {one.problem or copying}"
                 bar, left = _advanced(stack, bar, left, one)
-            waiting.report(why)
+            if bar is None:
+                waiting.report(why)
             waiting.pause(f"waiting for {name} in sync", why, "`metamq ha status` shows its state.")
 
 
@@ -82,22 +84,39 @@ def _advanced(
 def move(admin: Admin, broker_id: int, former: int, replica: int, waiting: ReportedWait) -> None:
     """Replaces a replica by another one. Raises ConfigError, Timeout, and the errors of Admin.promote().
 
-    Any step may be the last one: run the move again to continue.
+    Each step looks again: a master may change at any time. If a step fails, run the move again to continue.
     """
-    broker = wait_until_in_sync(admin, broker_id, replica, waiting)
-    if any(one.replica == former and one.role == "master" for one in broker.replicas):
-        epoch = admin.promote(broker_id, replica)
-        say(f"Replica {replica} is the master of broker {broker_id}, epoch {epoch}.")
-    while True:
-        _broker, one = _replica(admin, broker_id, former, waiting)
-        if one is None or one.address is None:
-            break
-        why = f"replica {former} of broker {broker_id} is not needed any more; stop it, at {one.address}"
-        waiting.report(why)
-        waiting.pause(f"waiting for the end of replica {former}", why, "Stop it, and run the same command again.")
-    if one is not None:
-        admin.remove_replica(broker_id, former)
+    wait_until_in_sync(admin, broker_id, replica, waiting)
+    if _replica(admin, broker_id, former, waiting)[1] is None:
+        say(f"ZooKeeper has nothing about replica {former} of broker {broker_id}: nothing is removed.")
+        return
+    while (one := _replica(admin, broker_id, former, waiting)[1]) is not None:
+        wait_until_in_sync(admin, broker_id, replica, waiting)
+        if one.role != "slave":  # the master, or a former one that waits
+            epoch = admin.promote(broker_id, replica)
+            say(f"Replica {replica} is the master of broker {broker_id}, epoch {epoch}.")
+            _prefer(admin, broker_id, former, replica)
+        elif one.address is None:
+            _remove(admin, broker_id, former, waiting)
+        else:
+            why = f"replica {former} of broker {broker_id} is not needed any more; stop it, at {one.address}"
+            waiting.report(why)
+            waiting.pause(f"waiting for the end of replica {former}", why, "Stop it, and run the same command again.")
     say(f"Replica {former} of broker {broker_id} is removed. Replica {replica} has taken its place.")
+
+
+def _prefer(admin: Admin, broker_id: int, former: int, replica: int) -> None:
+    """Makes the new replica the preferred one if the former one is: it would become the master again."""
+    if admin.failover(broker_id).preferred == former:
+        admin.set_failover(broker_id, preferred=replica)
+
+
+def _remove(admin: Admin, broker_id: int, replica: int, waiting: ReportedWait) -> None:
+    try:
+        admin.remove_replica(broker_id, replica)
+    except ConfigError:
+        if _replica(admin, broker_id, replica, waiting)[1] is not None:
+            raise  # else the master has removed it from the in-sync set meanwhile
 
 
 def _replica(
@@ -116,5 +135,5 @@ def _replica(
 
 
 def _command(broker_id: int, replica: int) -> str:
-    where = f"--zookeeper {current().servers()} --host HOST --data FOLDER"
+    where = f"--zookeeper {current().servers()} --root {current().root_path()} --host HOST --data FOLDER"
     return f"`metamq broker --id {broker_id} --replica {replica} {where}`"

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING
 from metamq.errors import ConfigError, MetamqError
 from metamq.words import count
 from metamq.zk.cluster.brokers import BrokerState, state_json
-from metamq.zk.cluster.cluster_nodes import CLIENTS, HAD_SLAVES, TOPICS, ClusterExport
+from metamq.zk.cluster.cluster_nodes import CLIENTS, DEFAULTS, HAD_SLAVES, TOPICS, ClusterExport
 from metamq.zk.cluster.topics import TopicConfig, from_json, to_json
 from metamq.zk.names import OWN, parse_partition
 
@@ -124,6 +124,7 @@ def plan_restore(reports: Sequence[FolderReport], export: ClusterExport | None, 
     nodes = {f"/brokers/ids/{one.broker_id}/state": state_json(one.state) for one in brokers if one.state is not None}
     nodes |= {f"/brokers/ids/{one.broker_id}/{HAD_SLAVES}": b"" for one in brokers if one.had_slaves}
     nodes |= _of_failover(brokers, export)
+    nodes |= {path: data for path, data in (export.nodes if export is not None else {}).items() if path == DEFAULTS}
     nodes |= {f"{TOPICS}{topic}": to_json(config) for topic, config in topics.items()}
     nodes |= _of_clients(export, topics, choices, notes)
     notes += _notes_of(brokers, topics, settings_from, export)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,10 +41,10 @@ REFUSALS_ENOUGH = 2
 
 
 class GivenUp(NamedTuple):
-    """The messages that a former master has acknowledged on `async` topics, and that no other replica has."""
+    """Messages of `async` topics that were cut from the logs of a former master, which may have acknowledged them."""
 
     epoch: int
-    """The last epoch in which it acknowledged some of them."""
+    """The last epoch of these messages."""
     messages: Mapping[str, int]
     """Their number by topic."""
 
@@ -91,8 +92,12 @@ class HAClient:
         self._begun = begun
         self._followed = followed
         self._gave_up = gave_up
+        self._was_master = master_of_epoch(known_epoch()) == registration().replica % CLASSES
+        """True until all logs follow the next master: this replica was the last one."""
         self._given_up: list[GivenUp] = []
         """One for each log that was cut since the last report."""
+        self._heard_at: float | None = None
+        """When a frame last came on the former link, as time.monotonic(), the clock of the loop."""
         self._noticed = changed
         self.full = full
         self._failed = failed
@@ -205,7 +210,7 @@ class HAClient:
             self.attempts.linked()
             return await link.ended
         finally:
-            self._link = None
+            self._link, self._heard_at = None, link.heard_at
             link.close()
             await connection.close()
 
@@ -236,15 +241,17 @@ class HAClient:
     def was_cut(self, partition: Partition, last_epoch: int, messages: int) -> None:
         """Notes that so many messages were cut from the end of a log whose last epoch this was.
 
-        A master of `async` topics has acknowledged such messages, if the last epoch was its own.
+        The last master may have acknowledged them on `async` topics. A later master was asked for its messages, or an
+        operator accepted the loss.
         """
-        is_own = master_of_epoch(last_epoch) == self._registration().replica % CLASSES
+        is_own = self._was_master and master_of_epoch(last_epoch) == self._registration().replica % CLASSES
         if is_own and self._topics.config(partition.topic).replication == "async":
             self._given_up.append(GivenUp(last_epoch, {partition.topic: messages}))
 
     def all_decided(self, generation: int) -> None:
         """Notes that all logs follow this broker generation. Reports the messages that this replica gave up."""
         self._followed(generation)
+        self._was_master = False
         if self._given_up:
             messages = Counter[str]()
             for one in self._given_up:
@@ -267,6 +274,13 @@ class HAClient:
     def is_refused(self) -> bool:
         """True if no process listens at the master's address. One refusal may come from a restart."""
         return self.refusals >= REFUSALS_ENOUGH
+
+    @property
+    def silent_ms(self) -> int | None:
+        """Milliseconds since the master was last heard; None if it was never heard. Any thread."""
+        link = self._link
+        at = self._heard_at if link is None else link.heard_at
+        return None if at is None else round((time.monotonic() - at) * 1000)
 
     @property
     def linked(self) -> bool:

@@ -127,7 +127,7 @@ class SlaveLink:
         """The master's stable position of partitions that end before it."""
         self._ack_soon = False
         self._handed_over: asyncio.Future[sync.HandedOver] | None = None
-        self._heard_at = self._spoke_at = self.loop.time()
+        self.heard_at = self._spoke_at = self.loop.time()
         self._heartbeat_s = 1.0
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -225,13 +225,13 @@ class SlaveLink:
         """
         if self._closed or self.ended.done():
             return
-        self._heard_at = self.loop.time()
+        self.heard_at = self.loop.time()
         try:
             while self._deciding:
                 result = self._deciding.popleft()
                 self._attached(result)
                 self._undecided.discard(result.handle)
-                if self._deciding and self.loop.time() - self._heard_at > DECIDING_S:
+                if self._deciding and self.loop.time() - self.heard_at > DECIDING_S:
                     self._connection.pause()
                     self.loop.call_soon(self._decide)
                     return
@@ -303,7 +303,7 @@ class SlaveLink:
         if not self._epoch or self._deciding:
             self._early.append((header, body))
             return
-        self._heard_at = self.loop.time()
+        self.heard_at = self.loop.time()
         self._owner.received_bytes += len(body)
         try:
             frame = sync.unpack_from_master(header)
@@ -427,7 +427,7 @@ class SlaveLink:
     def _beat(self) -> None:
         """Sends an acknowledgement each half heartbeat at least; ends the link if the master is silent for three."""
         now = self.loop.time()
-        silent_s = now - self._heard_at
+        silent_s = now - self.heard_at
         if silent_s > HEARTBEATS_MISSED_MAX * self._heartbeat_s:
             self.end(Timeout(f"a heartbeat of the master at {self._connection.address}", silent_s))
             return

@@ -124,7 +124,11 @@ class _LinkedRole:
 
     def statistics(self) -> dict[str, Any]:
         """The figures of this role alone. Any thread."""
-        return {"link": self.link.state.value, "received_bytes": self.link.received_bytes}
+        return {
+            "link": self.link.state.value,
+            "received_bytes": self.link.received_bytes,
+            "master_silent_ms": self.link.silent_ms,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ UNPUBLISHED = 0, -1
 CLOCK_SKEW_S_MAX = 60.0
 """A switch that is listed further in the future than this does not count for the pause."""
 CAUSE_CHARS_MAX, LOST_CHARS_MAX = 200, 500
+HAND_OVER_AGAIN_S = 60.0
+"""Seconds until the preferred replica asks again for a hand-over that has failed: each attempt stops the writes."""
 RESIGN_S = 5.0
 """Seconds that a master that stops spends on its successor."""
 
@@ -109,7 +111,7 @@ class Successor:
         self.published = UNPUBLISHED
         """The epoch whose master is gone, and the size of the logs here in bytes."""
         self.attempt: Attempt | None = None
-        """The last take-over that is not listed yet."""
+        """The last attempt of a take-over, until an epoch has begun here. It may have failed."""
         self._recording: set[asyncio.Task[None]] = set()
         self.decision: StepDecision | None = None
         """The last decision, for `ha status`; None at a master."""
@@ -204,7 +206,7 @@ class Successor:
             raise
         except MetamqError as error:
             log.warning("%s does not take over: %s", self._registration(), error)
-            self._in_sync_since = None  # each attempt of a hand-over stops the writes of a master that is there
+            self._in_sync_since = asyncio.get_running_loop().time() + HAND_OVER_AGAIN_S
             return RETRY_S
         return None
 
@@ -251,14 +253,15 @@ class Successor:
         task.add_done_callback(self._recording.discard)
 
     async def _change_list(self, change: Callable[[Failover], Failover], what: str) -> None:
+        missing, reason = Failover(check_mode(self._config.failover or "manual")), ""
         for _ in range(RECORD_ATTEMPTS):
             try:
-                await change_failover(self._session, self._registration().broker_id, change)
+                await change_failover(self._session, self._registration().broker_id, change, missing)
                 return
-            except (ConnectError, CorruptData) as error:
-                log.warning("%s is not listed yet: %s", what, error)
+            except (ConnectError, CorruptData, LookupError) as error:
+                reason = str(error)
                 await asyncio.sleep(RETRY_S)
-        log.warning("%s is not listed: ZooKeeper did not answer for long", what)
+        log.warning("%s is not in the history: %s", what, reason)
 
     async def close(self) -> None:
         """Ends the background work."""
@@ -270,15 +273,15 @@ class Successor:
     # -- a former master ----------------------------------------------------------------------------------------------
 
     def gave_up(self, given_up: GivenUp) -> None:
-        """Reports the messages that this former master has acknowledged and then gave up: in the log, in a metric, and
+        """Reports the messages that this former master may have acknowledged, and gave up: in the log, in a metric, and
         in the background in the list of switches."""
         count = sum(given_up.messages.values())
         self.given_up_messages += count
         topics = ", ".join(f"{topic}: {number:,}" for topic, number in sorted(given_up.messages.items()))
-        lost = f"{count:,} messages of async topics ({topics})"[:LOST_CHARS_MAX]
+        lost = f"{count:,} messages of async topics ({topics})"
         registration = self._registration()
-        log.warning("%s gave up messages that it had acknowledged as the master: %s", registration, lost)
-        change = partial(with_loss, was=registration.replica, epoch=given_up.epoch, lost=lost)
+        log.warning("%s gave up messages that it may have acknowledged as the master: %s", registration, lost)
+        change = partial(with_loss, was=registration.replica, epoch=given_up.epoch, lost=lost[:LOST_CHARS_MAX])
         self._in_background(self._change_list(change, f"the loss of {lost}"))
 
     # -- a master that stops ------------------------------------------------------------------------------------------

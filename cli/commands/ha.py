@@ -270,7 +270,7 @@ def add(broker_id: int, replica: int, limit_ms: int, output: str) -> None:
 @ha.command()
 @click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
 @click.option("--from", "former", type=int, required=True, help="The replica to replace.")
-@click.option("--to", "replica", type=int, required=True, help="The new replica, on another machine.")
+@click.option("--to", "replica", type=int, required=True, help="The new replica.")
 @_LIMIT
 @YES
 @TEXT_OR_JSON
@@ -306,7 +306,7 @@ HISTORY_HEADINGS = ["TIME", "BROKER", "EPOCH", "FROM", "TO", "TOOK", "CAUSE", "G
 @click.option(
     "--preferred",
     type=int,
-    help="The replica that becomes the master again after two minutes in sync, if failover is auto; -1: none.",
+    help="The replica that becomes the master again after --failover-return (2m) in sync, with auto; -1: none.",
 )
 @TABLE_OR_JSON
 def failover(mode: str | None, broker_id: int | None, preferred: int | None, output: str) -> None:

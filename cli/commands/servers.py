@@ -198,7 +198,11 @@ def zookeeper(
             "--ensemble and --id belong together", hint="Give both, as in --id 1 --ensemble zk1,zk2,zk3, or neither."
         )
     ensemble = Ensemble.parse(number, servers) if number is not None and servers is not None else None
-    if ensemble is not None and host == "127.0.0.1" and any("127.0.0.1:" not in one for one in ensemble.servers):
+    if (
+        ensemble is not None
+        and host == "127.0.0.1"
+        and any(not one.startswith(("127.0.0.1:", "localhost:")) for one in ensemble.servers)
+    ):
         say("Clients on other machines cannot connect to this server: give --host 0.0.0.0, or the machine's address.")
     restrict_process()
     if fetch_jars:

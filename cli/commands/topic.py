@@ -133,10 +133,9 @@ def _warn_of_too_few(admin: Admin, config: TopicConfig) -> None:
 @click.option("--reset", is_flag=True, help="Remove all defaults of the cluster.")
 @TEXT_OR_JSON
 def defaults(reset: bool, output: str, **options: Any) -> None:
-    """Show or replace the cluster's default settings of new topics.
+    """Show or change the cluster's default settings of new topics.
 
-    A new topic has them if `metamq topic create` does not give the setting. With options, they replace all former
-    defaults. Existing topics do not change.
+    A new topic has them if `metamq topic create` does not give the setting. Existing topics do not change.
 
     \b
     metamq topic defaults
@@ -149,7 +148,8 @@ def defaults(reset: bool, output: str, **options: Any) -> None:
     with current().admin() as admin:
         if settings or reset:
             with _named_as_given(options):
-                admin.set_topic_defaults(**settings)
+                kept: dict[str, Any] = {} if reset else dict(admin.topic_defaults())
+                admin.set_topic_defaults(**{**kept, **settings})
         found = admin.topic_defaults()
     if output == "json":
         print_json(defaults_json(found))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from metamq.cli.show.output import listed
+from metamq.cli.show.units import show_age
 
 if TYPE_CHECKING:
     from metamq.client.admin.admin_model import BrokerReplicas, ReplicaDescription
@@ -28,10 +29,10 @@ class Finding:
 
 def state_in_words(replica: ReplicaDescription) -> str:
     """Returns the state of a replica for a table, with its time."""
-    if replica.state == "silent":
-        return f"silent for {replica.silent_s:.0f} s"
+    if replica.state == "silent" and replica.silent_s is not None:
+        return f"silent for {show_age(round(replica.silent_s * 1000))}"
     if replica.state == "catching up" and replica.catch_up_s is not None:
-        return f"catching up, {replica.catch_up_s:.0f} s left"
+        return f"catching up, {show_age(round(replica.catch_up_s * 1000))} or more left"
     return replica.state
 
 

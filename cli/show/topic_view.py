@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from metamq.cli.show.output import count, listed, print_line, print_table
-from metamq.cli.show.units import show_bytes, show_flush, show_retention
+from metamq.cli.show.units import show_bytes, show_flush, show_ms, show_retention
 from metamq.zk.cluster.topics import FlushEvery, TopicConfig
 
 if TYPE_CHECKING:
@@ -34,8 +34,13 @@ def print_defaults(defaults: Mapping[str, Any]) -> None:
     if not defaults:
         click.echo("The cluster has no defaults of its own: new topics have metamq's.")
         return
-    shown = ", ".join(f"{name} {show_flush(v) if name == 'flush' else v}" for name, v in sorted(defaults.items()))
+    shown = ", ".join(f"{name} {_shown(name, value)}" for name, value in sorted(defaults.items()))
     click.echo(f"New topics have {shown}, unless `metamq topic create` says otherwise.")
+
+
+def _shown(setting: str, value: Any) -> str:
+    show = {"flush": show_flush, "retention_ms": show_ms}.get(setting, show_bytes if "bytes" in setting else str)
+    return show(value)
 
 
 def description_json(one: TopicDescription) -> dict[str, Any]:

@@ -222,8 +222,8 @@ class Admin:
 
         mode:       "auto": an in-sync slave takes over by itself. "manual": an operator promotes.
         paused:     True stops automatic switches for maintenance, False allows them again.
-        preferred:  the replica that becomes the master again, by a hand-over, after two minutes in sync, if failover is
-                    auto and not paused; -1: none.
+        preferred:  the replica that becomes the master again, by a hand-over, after it was in sync for its setting
+                    `failover_return_ms` (2 minutes), if failover is auto and not paused; -1: none.
 
         Raises ConfigError for an unknown broker id or a wrong value.
         """

@@ -250,10 +250,11 @@ class ReplicaDescription:
     damaged_count: int = 0
     damaged: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
-    silent_s: float = 0.0
-    """Seconds that this call has waited in vain for a master's answers; 0: it answered."""
+    silent_s: float | None = None
+    """Seconds since a slave last heard a master that does not answer; None if it answers, or no slave knows."""
     catch_up_s: float | None = None
-    """An estimate: the seconds until a slave that is not in sync has all data, at its speed of the last second."""
+    """The least seconds until a slave that is not in sync has all data: at its speed of the last second, if no messages
+    are added."""
 
     @property
     def state(self) -> str:
@@ -263,7 +264,7 @@ class ReplicaDescription:
             return "down"
         if self.problem and self.role == "master":
             return "silent"
-        return "catching up" if self.role == "slave" and not self.in_sync and self.lag_bytes else "up"
+        return "catching up" if self.role == "slave" and not self.in_sync and self.copying else "up"
 
     @property
     def holds_all(self) -> bool:

@@ -54,8 +54,6 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
     problems: dict[int, str] = {}
     damaged: dict[int, tuple[int, tuple[str, ...]]] = {}
     reports: dict[int, dict[str, Any]] = {}
-    silent_s = dict[int, float]()
-    began = asyncio.get_running_loop().time()
     if master is not None:
         try:
             answer = await _ask_twice(cluster, master)
@@ -64,7 +62,6 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
             damaged[master.replica] = answer.get("damaged_count", 0), tuple(answer.get("damaged", ()))
         except MetamqError as error:
             problems[state.master] = error.problem
-            silent_s[state.master] = asyncio.get_running_loop().time() - began
         except (KeyError, TypeError, AttributeError) as error:
             problems[state.master] = f"its statistics have the wrong structure: {error!r}"
     # The master reports on replicas that have a link, or had one a moment ago.
@@ -76,6 +73,7 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
     answers = await asyncio.gather(*(_why_apart(cluster, slave) for slave in unlinked))
     for slave, (reason, its) in zip(unlinked, answers, strict=True):
         problems[slave.replica], reports[slave.replica] = reason, its
+    heard_ms = [ms for its in reports.values() if isinstance(ms := its.get("master_silent_ms"), int)]
     addresses = slaves if master is None else {**slaves, master.replica: master}
     numbers = sorted({state.master, *(replica for replica, _ in state.insync), *slaves, *links})
     replicas = [
@@ -84,8 +82,9 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
     ]
     for place, one in enumerate(replicas):
         damaged_count, reasons = damaged.get(one.replica, (0, ()))
-        silent = silent_s.get(one.replica, 0.0)
-        replicas[place] = replace(one, damaged_count=damaged_count, damaged=reasons, silent_s=silent)
+        replicas[place] = replace(one, damaged_count=damaged_count, damaged=reasons)
+        if one.state == "silent" and heard_ms:
+            replicas[place] = replace(replicas[place], silent_s=min(heard_ms) / 1000)
     try:
         failover = await read_failover(cluster.session, broker_id)
         mode: str = "paused" if failover.paused else failover.mode

@@ -59,8 +59,8 @@ class PartitionState:
     """The offset that a transaction of the application has committed. The transaction may have failed."""
     lowest_offset: int = 0
     reached_offset: int = 0
-    """All offsets that were delivered between the assignment and the last seek are from `lowest_offset` up to this one.
-    Not every offset in between was delivered."""
+    """No offset that was delivered between the assignment and the last seek is outside of `lowest_offset` to this one.
+    Some inside may not have been delivered."""
     sought_offset: int | None = None
     """The target of the application's last seek, until the next commit in a transaction of its own."""
     seeks: int = 0

@@ -65,17 +65,17 @@ def hosts_with_timeouts(host: str, timeout_s: float) -> list[tuple[str, float]]:
     return [(one, min(timeout_s, NEXT_HOST_S)) for one in others] + [(last, timeout_s)]
 
 
-def none_answered(address: str, refused: dict[str, ConnectError]) -> ConnectError:
-    """Returns the error for an address of which no host answered. `refused` has the error of each host.
+def none_answered(address: str, errors: dict[str, ConnectError]) -> ConnectError:
+    """Returns the error for an address of which no host answered. `errors` has the error of each host.
 
     Its cause is a ConnectionRefusedError if each host refused: then no process listens at any of them.
     """
-    *_others, last = refused.values()
-    if len(refused) == 1:
+    *_others, last = errors.values()
+    if len(errors) == 1:
         return last
-    reasons = "; ".join(f"{one}: {error.reason}" for one, error in refused.items())
+    reasons = "; ".join(f"{one}: {error.reason}" for one, error in errors.items())
     failure = ConnectError(address, reasons, hint=last.hint)
-    if all(isinstance(error.__cause__, ConnectionRefusedError) for error in refused.values()):
+    if all(isinstance(error.__cause__, ConnectionRefusedError) for error in errors.values()):
         failure.__cause__ = last.__cause__
     return failure
 
@@ -121,15 +121,15 @@ class BrokerConnection(asyncio.BufferedProtocol):
         Raises ConnectError, UnsupportedVersion, or the broker's error.
         """
         address = f"{host}:{port}"
-        refused: dict[str, ConnectError] = {}
+        errors: dict[str, ConnectError] = {}
         for one, limit_s in hosts_with_timeouts(host, timeout_s):
             try:
                 return await cls._open(address, one, port, limit_s)
             except UnsupportedVersion:
                 raise
             except ConnectError as error:
-                refused[one] = error
-        raise none_answered(address, refused)
+                errors[one] = error
+        raise none_answered(address, errors)
 
     @classmethod
     async def _open(cls, address: str, host: str, port: int, timeout_s: float) -> BrokerConnection:

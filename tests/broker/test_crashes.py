@@ -77,7 +77,7 @@ SEES_FILES = Path("/proc/self/fd").is_dir()
 KILLS_BEFORE_READY: list[list[str]] = [["recovery"], [], ["soon", "recovery"], ["soon"], ["recovery", "recovery"]]
 """Between two times that it is ready, in turn."""
 ZOOKEEPER_KILLED_EVERY = 4
-"""Rounds; not their number above: so it is killed with each of them."""
+"""In rounds. 4 and the 5 ways above have no common divisor, so ZooKeeper is killed with each way."""
 
 
 def opens_logs(broker: BrokerProcess) -> bool:

@@ -336,6 +336,13 @@ def test_offsets_of_what_is_not_restored_are_left_out_and_all_else_of_clients_is
     assert not any("gone" in path or "/9" in path for path in found.nodes)
 
 
+def test_the_defaults_of_topics_are_those_of_the_export() -> None:
+    export, path = exported(1), "/config/topic-defaults"
+    export = replace(export, nodes={**export.nodes, path: b"sync"})
+    assert plan(folder(1), export=export).nodes[path] == b"sync"
+    assert path not in plan(folder(1)).nodes
+
+
 def test_the_mode_of_failover_is_that_of_the_export() -> None:
     export, path = exported(1), "/brokers/ids/0/failover"
     export = replace(export, nodes={**export.nodes, path: b"auto", "/brokers/ids/9/failover": b"auto"})

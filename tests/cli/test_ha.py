@@ -267,9 +267,8 @@ def test_status_shows_how_far_a_slave_is_behind(offline: Metamq, behind: Behind)
         assert behind.lag_s(slave.lag_ms / 1000, before)
         assert (master.in_sync, master.lag_messages, master.lag_bytes, master.lag_ms) == (True, None, None, None)
     before = time.monotonic()
-    row = re.sub(r"catching up(, [\d,]+ s left)?", "catching-up", offline("ha", "status").text.splitlines()[2])
+    row = re.sub(r"catching up(, \w+ or more left)?", "catching-up", offline("ha", "status").text.splitlines()[2])
     columns = row.split()
-    assert columns[3] == "catching-up"
     assert columns[5:8] == ["catching-up", str(sum(LACKED.values())), show_bytes(behind.lag_bytes)]
     assert behind.lag_s(float(columns[8]), before, rounding=0.0505)
     before = time.monotonic()
@@ -428,5 +427,5 @@ def test_status_estimates_when_a_slave_has_caught_up(offline: Metamq, monkeypatc
             producer.send_many("t", [bytes([number % 256]) * 1000 for number in range(20_000)])
         monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
         running.add_slave()
-        shown = r"1 +slave +catching up, \d+ s left"
+        shown = r"1 +slave +catching up, \d+s or more left"
         wait_until(lambda: re.search(shown, offline("ha", "status").text), what="an estimate")

@@ -45,10 +45,10 @@ def says(lines: list[str], text: str) -> None:
 def test_a_replica_is_added(own: Cluster, talk: Any) -> None:
     own.create_topic("t", partitions=1)
     command, lines = talk("add", "--replica", 1)
-    says(lines, f"does not run; start it: `metamq broker --id 0 --replica 1 --zookeeper {own.zookeeper}")
+    says(lines, f"does not run; start it: `metamq broker --id 0 --replica 1 --zookeeper {own.zookeeper} --root /meta")
     own.add_slave()
     assert command.wait(60) == 0
-    assert lines[-1] == "Replica 1 of broker 0 is in sync.\n"
+    says(lines, "Replica 1 of broker 0 is in sync.")
 
 
 @pytest.mark.slow
@@ -58,6 +58,7 @@ def test_a_broker_id_moves_while_clients_go_on(own: Cluster, talk: Any, is_maste
         topic = admin.create_topic("t", partitions=1, replication="sync")
         if not is_master:
             own.add_slave()
+        admin.set_failover(0, preferred=0 if is_master else 1)
         former, replica = (own.broker, 1) if is_master else (own.slaves[0], 2)
         sent, moved = 0, threading.Event()
 
@@ -75,6 +76,7 @@ def test_a_broker_id_moves_while_clients_go_on(own: Cluster, talk: Any, is_maste
         says(lines, f"replica {replica - 1} of broker 0 is not needed any more; stop it, at 127.0.0.1:{former.port}")
         former.stop()
         assert command.wait(60) == 0
+        assert admin.failover(0).preferred == 1, "the new master, and not the replica that is gone"
         moved.set()
         sending.join()
         state = admin.replicas()[0]
@@ -92,6 +94,9 @@ def test_what_cannot_be_moved(own: Cluster, offline: Metamq, monkeypatch: pytest
     assert (unknown.status, "there is no broker 7" in unknown.talk) == (1, True)
     late = offline("ha", "add", "--replica", 1, "--limit", "1s")
     assert (late.status, "replica 1 of broker 0 does not run" in late.talk) == (1, True)
+    own.add_slave()
+    gone = offline("ha", "move", "--from", 7, "--to", 1, "--yes")
+    assert (gone.status, "nothing about replica 7" in gone.talk, "taken its place" in gone.talk) == (0, True, False)
     own.add_slave(learner=True)
-    learner = offline("ha", "add", "--replica", 1)
+    learner = offline("ha", "add", "--replica", 2)
     assert (learner.status, "is a learner" in learner.talk) == (1, True)

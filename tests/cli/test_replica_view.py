@@ -107,11 +107,12 @@ def test_who_is_in_sync_and_has_not_shown_yet_that_its_logs_are_whole_is_waited_
 
 
 def test_a_slave_that_copies_data_is_catching_up() -> None:
-    copies = replace(READY, in_sync=False, lag_bytes=4_000_000)
+    copies = replace(READY, in_sync=False, copying=3)
     assert (copies.state, state_in_words(copies)) == ("catching up", "catching up")
-    assert state_in_words(replace(copies, catch_up_s=40.4)) == "catching up, 40 s left"
-    assert state_in_words(replace(copies, lag_bytes=0)) == "up"
-    assert state_in_words(replace(HANGS, silent_s=6.1)) == "silent for 6 s"
+    assert state_in_words(replace(copies, catch_up_s=40.4)) == "catching up, 40s or more left"
+    assert state_in_words(replace(copies, copying=0)) == "up"
+    assert state_in_words(replace(HANGS, silent_s=6.1)) == "silent for 6s"
+    assert state_in_words(HANGS) == "silent"
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,10 @@ def test_defaults_of_the_cluster(metamq: Metamq) -> None:
     try:
         changed = metamq("topic", "defaults", "--replication", "sync", "--flush", "100/1s")
         assert changed.text.startswith("New topics have flush 100/1s, replication sync, unless")
+        more = metamq("topic", "defaults", "--retention", "1d", "--retention-bytes", "unlimited").text
+        assert more.startswith(
+            "New topics have flush 100/1s, replication sync, retention_bytes unlimited, retention_ms 1d, unless"
+        )
         assert metamq("topic", "create", "by-default", "-p", 1).status == 0
         (found,) = metamq("topic", "describe", "by-default", "-o", "json").json
         assert (found["config"]["replication"], found["config"]["flush"]) == ("sync", {"messages": 100, "ms": 1000})

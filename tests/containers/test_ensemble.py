@@ -37,6 +37,10 @@ def the_master_stays(composition: Composition, load: UnderLoad) -> None:
 
 def test_a_leader_that_is_cut_off_its_network(with_ensemble: Composition) -> None:
     former = leader(with_ensemble)
+    for name in ZOOKEEPERS:
+        wait_until(
+            lambda name=name: with_ensemble.state(name)["Health"]["Status"] == "healthy", 120, "a healthy server"
+        )
     with UnderLoad(with_ensemble, "cut-off") as load:
         container, network = with_ensemble.container(former), with_ensemble.network()
         network.disconnect(container)

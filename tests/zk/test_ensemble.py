@@ -148,6 +148,11 @@ def test_the_folder_of_a_server_is_no_other_servers(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is the data folder of server 2 of an ensemble") as failure:
             EmbeddedZooKeeper(tmp_path, ensemble=ensemble).start()
         assert "--id 2" in failure.value.hint
+    (tmp_path / "data" / "myid").unlink()
+    (tmp_path / "data" / "version-2").mkdir()
+    with pytest.raises(ConfigError, match="has the data of a single ZooKeeper server") as failure:
+        EmbeddedZooKeeper(tmp_path, ensemble=Ensemble.parse(1, "a,b,c")).start()
+    assert f"here 1 into {tmp_path / 'data' / 'myid'}" in failure.value.hint
 
 
 @pytest.mark.slow

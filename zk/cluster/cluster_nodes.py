@@ -40,6 +40,7 @@ CLUSTER = "/cluster"
 HAD_SLAVES = "had-slaves"
 CLIENTS = ("/consumers/", "/spark/")
 TOPICS = "/config/topics/"
+DEFAULTS = "/config/topic-defaults"
 _PLAN = re.compile(r"/consumers/[^/]+/plan")
 _OFFSET = re.compile(r"/consumers/[^/]+/offsets/[^/]+/[^/]+")
 CHUNK_BYTES = 400_000

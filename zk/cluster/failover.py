@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "manual"]
 MODES: tuple[Mode, ...] = ("auto", "manual")
 SWITCHES_KEPT = 100
+LOST_CHARS_MAX = 1000
 FAR = 1 << 53
 """A number above all times in milliseconds."""
 
@@ -64,6 +65,10 @@ class Failover:
         return self.mode == "auto" and not self.paused
 
 
+MANUAL = Failover()
+"""A broker id without the node."""
+
+
 def check_mode(mode: str) -> Mode:
     """Returns the mode. Raises ConfigError."""
     for known in MODES:
@@ -78,15 +83,18 @@ async def read_failover(session: Session, broker_id: int, watch: Watcher | None 
     return Failover() if node is None else _parsed(broker_id, session.paths.failover(broker_id), node.data)
 
 
-async def change_failover(session: Session, broker_id: int, change: Callable[[Failover], Failover]) -> Failover:
-    """Stores `change(what is stored)` by compare-and-set, and returns it. Raises CorruptData, ConnectionLost.
+async def change_failover(
+    session: Session, broker_id: int, change: Callable[[Failover], Failover], missing: Failover = MANUAL
+) -> Failover:
+    """Stores `change(what is stored)` by compare-and-set, and returns it. `missing` stands for a missing node.
 
-    After a ConnectionLost the outcome is unknown. `change` may be called several times.
+    Raises CorruptData, the errors of `change`, and ConnectionLost: then the outcome is unknown. `change` may be called
+    several times.
     """
     path = session.paths.failover(broker_id)
     while True:
         node = await session.get_or_none(path)
-        stored = Failover() if node is None else _parsed(broker_id, path, node.data)
+        stored = missing if node is None else _parsed(broker_id, path, node.data)
         wanted = change(stored)
         if node is not None and wanted == stored:
             return stored
@@ -114,13 +122,18 @@ def with_switch(failover: Failover, switch: Switch) -> Failover:
 
 
 def with_loss(failover: Failover, was: int, epoch: int, lost: str) -> Failover:
-    """The failover with a loss noted at the switch that ended a replica's last epoch as the master."""
-    switches = list(failover.switches)
-    for place, one in enumerate(switches):
-        if one.was == was and one.epoch > epoch:
-            switches[place] = replace(one, lost="; ".join(filter(None, (one.lost, lost))))
-            break
-    return replace(failover, switches=tuple(switches))
+    """The failover with a loss noted at the switch that ended a replica's last epoch as the master.
+
+    A loss is noted once, however often this is repeated. Raises LookupError if the switch is not listed.
+    """
+    ended = [one for one in failover.switches if one.was == was and one.epoch > epoch]
+    if not ended:
+        raise LookupError(f"no switch from replica {was} after epoch {epoch} is listed")
+    first = min(ended, key=lambda one: one.epoch)
+    if lost in first.lost:
+        return failover
+    noted = replace(first, lost="; ".join(filter(None, (first.lost, lost)))[:LOST_CHARS_MAX])
+    return replace(failover, switches=tuple(noted if one is first else one for one in failover.switches))
 
 
 def failover_json(failover: Failover) -> bytes:

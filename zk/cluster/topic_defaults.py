@@ -32,8 +32,11 @@ async def read_defaults(session: Session) -> dict[str, Any]:
     node = await session.get_or_none(path)
     if node is None:
         return {}
-    hint = "Set them again: `metamq topic defaults`."
-    return read_document(f"the defaults of topics in ZooKeeper ({path})", node.data, _read, hint=hint)
+    what, hint = f"the defaults of new topics in ZooKeeper ({path})", "Remove them: `metamq topic defaults --reset`."
+    try:
+        return read_document(what, node.data, _read, hint=hint)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error.problem}", hint=hint) from None
 
 
 async def write_defaults(session: Session, settings: Mapping[str, Any]) -> None:

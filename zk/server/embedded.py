@@ -157,7 +157,7 @@ class EmbeddedZooKeeper:
         java, jars = find_java(), find_jars()
         folder = self._open_data_dir()
         try:
-            self._be_in_ensemble(folder)
+            self._note_number(folder)
             self._start_server(java, jars, folder)
         except BaseException:
             self.stop()
@@ -239,11 +239,12 @@ class EmbeddedZooKeeper:
             ) from error
         return folder
 
-    def _be_in_ensemble(self, folder: Path) -> None:
+    def _note_number(self, folder: Path) -> None:
         """Notes the number of this server in its folder. Raises ConfigError if the folder is another server's.
 
         A single server on the folder of an ensemble's server would write changes that the others lack. The ensemble
-        could then choose it as the leader, and the others would give up what they have committed.
+        could then choose it as the leader, and the others would give up what they have committed. And servers with
+        empty folders could form an ensemble without a server that has the data of a single one.
         """
         path = folder / "data" / "myid"
         number = path.read_text(errors="replace").strip() if path.exists() else ""
@@ -253,6 +254,12 @@ class EmbeddedZooKeeper:
                 f"{folder} is the data folder of server {number} of an ensemble",
                 hint=f"Give its --ensemble and --id {number}, or another folder. To run it as a single server, stop "
                 f"the others permanently, and remove {path}.",
+            )
+        if wanted and not number and (folder / "data" / "version-2").exists():
+            raise ConfigError(
+                f"{folder} has the data of a single ZooKeeper server",
+                hint="Copy its data/version-2 into the folders of all servers of the ensemble first. Then write the "
+                f"number of each server into its data/myid: here {wanted} into {path}.",
             )
         if wanted:
             path.write_text(f"{wanted}\n")

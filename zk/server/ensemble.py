@@ -19,7 +19,7 @@ JOIN_MS = 120_000
 """Milliseconds in which a follower must have loaded the leader's data."""
 SYNC_MS = 3_000
 """Milliseconds after which followers give up a silent leader, and a leader a silent follower. A broker's lease is
-longer."""
+longer if its `session_timeout_ms` is above 4,500."""
 
 _SERVER = re.compile(r"(\[[\w:.%]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}):([0-9]{1,5}))?")
 
@@ -35,7 +35,7 @@ class Ensemble:
     def parse(cls, number: int, text: str) -> Self:
         """The ensemble of "a,b,c" or "a:2888:3888,b:2888:3888". Raises ConfigError, which names the wrong part."""
         servers = tuple(_server(part.strip(), text) for part in text.split(","))
-        places = [(*server.rsplit(":", 2)[:1], port) for server in servers for port in server.rsplit(":", 2)[1:]]
+        places = [(host, port) for host, *ports in (one.rsplit(":", 2) for one in servers) for port in ports]
         if len(set(places)) < len(places):
             raise ConfigError(
                 f"two servers of the ensemble {text!r} have the same host and port",

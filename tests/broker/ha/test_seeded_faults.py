@@ -33,7 +33,7 @@ LINK = Way(party(0), party(1))
 ALONE_S = (0.5, 2, 8)
 """For so long a producer waits for what cannot be acknowledged; longer where its master had nothing of it by then."""
 NOBODY_S = 8
-"""For so long a slave is waited for that must not take over; it is four sessions."""
+"""Seconds in which a slave that must not take over has the chance to; they are more than two sessions."""
 TRIES = 3
 """What a fault does depends on who is faster."""
 
@@ -167,7 +167,7 @@ def dies_while_its_slave_is_not_in_sync(group: FaultyGroup) -> None:
     group.send(13)
     group.replicas[0].kill()
     group.network.heal(LINK, broken=True)
-    switched(group)
+    give_time_to_switch(group)
     group.replicas[0].start()
     group.send(14)
     group.together(group.state().master)
@@ -179,13 +179,13 @@ def is_cut_off_from_its_slave(group: FaultyGroup) -> None:
     group.send(15)
     group.network.cut(LINK, LINK.back)
     group.send(16)
-    switched(group)
+    give_time_to_switch(group)
     group.network.heal(LINK, LINK.back, broken=True)
     group.together(group.state().master)
     group.check()
 
 
-def switched(group: FaultyGroup) -> None:
+def give_time_to_switch(group: FaultyGroup) -> None:
     """Gives a slave that would take over the time for it."""
     with contextlib.suppress(AssertionError):
         wait_until(lambda: group.state().master == 1, NOBODY_S)
