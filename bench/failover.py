@@ -48,6 +48,7 @@ controller.quorum.voters={voters}
 listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller}
 controller.listener.names=CONTROLLER
 log.dirs={folder}/data
+
 offsets.topic.replication.factor=3
 default.replication.factor=3
 min.insync.replicas=2

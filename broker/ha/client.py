@@ -97,7 +97,7 @@ class HAClient:
         self._given_up: list[GivenUp] = []
         """One for each log that was cut since the last report."""
         self._heard_at: float | None = None
-        """When a frame last came on the former link, as time.monotonic(), the clock of the loop."""
+        """The time of the last frame on the former link, on the clock of the loop, time.monotonic()."""
         self._noticed = changed
         self.full = full
         self._failed = failed

@@ -39,8 +39,11 @@ def print_defaults(defaults: Mapping[str, Any]) -> None:
 
 
 def _shown(setting: str, value: Any) -> str:
-    show = {"flush": show_flush, "retention_ms": show_ms}.get(setting, show_bytes if "bytes" in setting else str)
-    return show(value)
+    if setting == "flush":
+        return show_flush(value)
+    if setting == "retention_ms":
+        return show_ms(value)
+    return show_bytes(value) if "bytes" in setting else str(value)
 
 
 def description_json(one: TopicDescription) -> dict[str, Any]:
