@@ -134,12 +134,15 @@ class Kafka:
             subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
             self._start(node)
         servers = ",".join(f"127.0.0.1:{port}" for port, _ in ports.values())
-        self._admin = AdminClient({"bootstrap.servers": servers})
+        self._admin = AdminClient({"bootstrap.servers": servers, "log_level": 0})
+        while len(self._admin.list_topics(timeout=LIMIT_S).brokers) < REPLICAS:
+            time.sleep(0.1)
         made = self._admin.create_topics([NewTopic(TOPIC, 1, REPLICAS)], operation_timeout=LIMIT_S)
         made[TOPIC].result(LIMIT_S)
         self._producer = Producer(
             {
                 "bootstrap.servers": servers,
+                "log_level": 0,
                 "acks": "all",
                 "enable.idempotence": True,
                 "linger.ms": 0,
