@@ -39,6 +39,14 @@ class ReportedWait:
         self.report(error.problem)
         time.sleep(WAIT_S)
 
+    def replicas(self, admin: Admin) -> dict[int, BrokerReplicas]:
+        """Returns admin.replicas(). Waits while ZooKeeper, which answered before, is away."""
+        while True:
+            try:
+                return admin.replicas()
+            except ConnectError as error:
+                self.retry(error)
+
     def pause(self, what: str, why: str, hint: str) -> None:
         """Waits a moment. Raises Timeout after the deadline."""
         if time.monotonic() > self.deadline:
@@ -122,16 +130,11 @@ def _remove(admin: Admin, broker_id: int, replica: int, waiting: ReportedWait) -
 def _replica(
     admin: Admin, broker_id: int, replica: int, waiting: ReportedWait
 ) -> tuple[BrokerReplicas, ReplicaDescription | None]:
-    while True:
-        try:
-            found = admin.replicas()
-        except ConnectError as error:  # ZooKeeper answered before, and may come back soon
-            waiting.retry(error)
-            continue
-        if broker_id not in found:
-            raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
-        by_number = {one.replica: one for one in found[broker_id].replicas}
-        return found[broker_id], by_number.get(replica)
+    found = waiting.replicas(admin)
+    if broker_id not in found:
+        raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
+    by_number = {one.replica: one for one in found[broker_id].replicas}
+    return found[broker_id], by_number.get(replica)
 
 
 def _command(broker_id: int, replica: int) -> str:

@@ -60,7 +60,7 @@ RECORD_ATTEMPTS = 20
 UNPUBLISHED = 0, -1
 CLOCK_SKEW_S_MAX = 60.0
 """A switch that is listed further in the future than this does not count for the pause."""
-CAUSE_CHARS_MAX, LOST_CHARS_MAX = 200, 500
+CAUSE_CHARS_MAX, GIVEN_UP_CHARS_MAX = 200, 500
 HAND_OVER_AGAIN_S = 60.0
 """Seconds until the preferred replica asks again for a hand-over that has failed: each attempt stops the writes."""
 RESIGN_S = 5.0
@@ -281,7 +281,7 @@ class Successor:
         lost = f"{count:,} messages of async topics ({topics})"
         registration = self._registration()
         log.warning("%s gave up messages that it may have acknowledged as the master: %s", registration, lost)
-        change = partial(with_loss, was=registration.replica, epoch=given_up.epoch, lost=lost[:LOST_CHARS_MAX])
+        change = partial(with_loss, was=registration.replica, epoch=given_up.epoch, lost=lost[:GIVEN_UP_CHARS_MAX])
         self._in_background(self._change_list(change, f"the loss of {lost}"))
 
     # -- a master that stops ------------------------------------------------------------------------------------------

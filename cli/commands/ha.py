@@ -132,11 +132,7 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
     waiting = ReportedWait(limit_ms / 1000)
     with _admin_of_a_cluster(waiting) as admin:
         while True:
-            try:
-                found = admin.replicas()
-            except ConnectError as error:  # ZooKeeper answered before, and may come back soon
-                waiting.retry(error)
-                continue
+            found = waiting.replicas(admin)
             asked = found if broker_id is None else {broker_id: found[broker_id]} if broker_id in found else {}
             lacking = [one for one in asked.values() if not _is_in_sync(one, wanted)]
             if asked and not lacking:

@@ -139,11 +139,10 @@ def test_kill_9_under_load_loses_and_doubles_nothing(running: Cluster, kills: in
                 break
             if number >= kills:  # on a slow machine producers may not have come back before
                 wait_until(lambda: statistics(running.broker)["counters"]["messages_in"], what="messages")
-            time.sleep(choice.random() * 0.2)  # the random moment
-            repeats += statistics(running.broker)["counters"]["repeats"]
             if kills_zookeeper := number % ZOOKEEPER_KILLED_EVERY == 0:
                 running.zookeeper_server.kill()
-                time.sleep(choice.random() * 0.2)
+            time.sleep(choice.random() * 0.2)  # the random moment
+            repeats += statistics(running.broker)["counters"]["repeats"]
             running.broker.kill()
             if kills_zookeeper:
                 running.zookeeper_server.restart()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from metamq.zk.cluster.topics import FlushEvery
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
+
+WRONG: dict[str, Any] = {"replicas": 2}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def test_new_topics_have_the_defaults_of_the_cluster(admin: Admin) -> None:
         with pytest.raises(ConfigError, match="min_insync is 17"):
             admin.set_topic_defaults(min_insync=17)
         with pytest.raises(ConfigError, match="replicas"):
-            admin.set_topic_defaults(replicas=2)  # type: ignore[call-arg]
+            admin.set_topic_defaults(**WRONG)
         admin.set_topic_defaults(cleanup="archive")
         assert admin.topic_defaults() == {"cleanup": "archive"}
     finally:

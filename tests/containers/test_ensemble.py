@@ -15,7 +15,7 @@ MODE = (
 
 
 def modes(composition: Composition, services: tuple[str, ...] = ZOOKEEPERS) -> dict[str, str]:
-    """ "leader" or "follower" by service, without those that serve nobody."""
+    """Returns "leader" or "follower" for each service that serves clients."""
     found = {name: str(composition.container(name).exec_run(["python", "-c", MODE]).output) for name in services}
     return {name: mode for name, output in found.items() for mode in ("leader", "follower") if mode in output}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,6 +19,8 @@ from metamq.zk.server.ports import HeldPort
 from tests.parts import read_topic, wait_until
 
 NUMBERS = (1, 2, 3)
+GIVEN_UP = "GOODBYE"
+"""A leader's log says so when it ends its connection to a follower."""
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_what_is_no_ensemble_is_refused(number: int, text: str, problem: str) ->
 
 
 def mode(server: EmbeddedZooKeeper) -> str:
-    """Returns "leader" or "follower"; "" while the server serves nobody."""
+    """Returns "leader" or "follower"; "" while the server serves no client."""
     try:
         with socket.create_connection(("127.0.0.1", server.port), 1) as connection:
             connection.sendall(b"srvr")
@@ -121,8 +122,10 @@ def freeze_the_leader(servers: Servers) -> None:
 
 def freeze_a_follower(servers: Servers) -> None:
     frozen = servers.by_number[servers.number_of("follower")]
+    log = servers.by_number[servers.number_of("leader")].log_path
+    given_up = log.read_text().count(GIVEN_UP)
     frozen.freeze()
-    time.sleep((SYNC_MS + 1_000) / 1000)  # the leader gives it up
+    wait_until(lambda: log.read_text().count(GIVEN_UP) > given_up, what="a leader that gives its follower up")
     frozen.thaw()
 
 

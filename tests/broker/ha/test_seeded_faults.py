@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +116,27 @@ def dies_with_what_nobody_else_has(group: FaultyGroup) -> None:
 
 def thaws_after_a_promotion(group: FaultyGroup) -> None:
     """The master is frozen, the slave promoted and written to; then the former master goes on."""
+
+    def promote() -> None:
+        group.lose_master(group.replicas[0].freeze, 1)
+        group.promote(1)
+
+    thaws_after(group, promote)
+
+
+def thaws_after_a_switch(group: FaultyGroup) -> None:
+    """The master is frozen, and the slave takes over by itself; then the former master goes on."""
+
+    def switch() -> None:
+        group.replicas[0].freeze()
+        wait_until(lambda: group.state().master == 1, what="the switch")
+
+    thaws_after(group, switch)
+
+
+def thaws_after(group: FaultyGroup, replace_the_master: Callable[[], None]) -> None:
     group.send(4)
-    group.lose_master(group.replicas[0].freeze, 1)
-    group.promote(1)
+    replace_the_master()
     group.send(5)
     group.replicas[0].thaw()
     group.together(1)
@@ -146,18 +164,6 @@ def zookeeper_goes_back(group: FaultyGroup) -> None:
 
 def has_role(group: FaultyGroup, number: int, role: str) -> bool:
     return bool(group.replication(number)["role"] == role)
-
-
-def thaws_after_a_switch(group: FaultyGroup) -> None:
-    """As after a promotion, and nobody promotes."""
-    group.send(9)
-    group.replicas[0].freeze()
-    wait_until(lambda: group.state().master == 1, what="the switch")
-    group.send(10)
-    group.replicas[0].thaw()
-    group.together(1)
-    group.send(11)
-    group.check()
 
 
 def dies_while_its_slave_is_not_in_sync(group: FaultyGroup) -> None:
