@@ -60,6 +60,8 @@ _MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 CLIENTS_OF_A_HOST_MAX = 4000
 """Sessions of one address. ZooKeeper's default of 60 is too low if all programs run on one machine. Without a limit, a
 program that keeps opening sessions takes all descriptors of the server."""
+TICK_MS = 100
+"""ZooKeeper ends a session up to one tick late: which delays a failover. Its own default is 2 s."""
 _WATCHED = 'umask g-w,o=; exec 3<&0; (read _ <&3 || kill -9 $$) & exec "$@" </dev/null 3<&-'
 _PORT_ATTEMPTS = 5
 _PROBE_INTERVAL_S, _PROBE_INTERVAL_S_MAX = 0.01, 0.5
@@ -87,7 +89,6 @@ class EmbeddedZooKeeper:
         port: int = 0,
         *,
         host: str = "127.0.0.1",
-        tick_ms: int = 500,
         memory_bytes: int = MEMORY_BYTES,
         start_timeout_s: float = START_TIMEOUT_S,
         ensemble: Ensemble | None = None,
@@ -97,7 +98,6 @@ class EmbeddedZooKeeper:
         self.port: int = port
         self._choose_port = port == 0
         self._held: HeldPort | None = None
-        self._tick_ms = tick_ms
         if not MEMORY_BYTES_MIN <= memory_bytes <= MEMORY_BYTES_MAX:
             limits = f"{size(MEMORY_BYTES_MIN)} to {size(MEMORY_BYTES_MAX)}"
             raise ConfigError(f"ZooKeeper's memory must be {limits}, not {memory_bytes!r} bytes")
@@ -332,7 +332,7 @@ class EmbeddedZooKeeper:
 
     def _config(self, folder: Path) -> str:
         settings: dict[str, object] = {
-            "tickTime": self._tick_ms,
+            "tickTime": TICK_MS,
             "dataDir": folder / "data",
             "clientPort": self.port,
             "clientPortAddress": self.host or "0.0.0.0",
@@ -345,7 +345,7 @@ class EmbeddedZooKeeper:
             "4lw.commands.whitelist": "conf,srvr",
         }
         if self._ensemble is not None:
-            settings |= self._ensemble.settings(self._tick_ms)
+            settings |= self._ensemble.settings(TICK_MS)
             settings["quorumListenOnAllIPs"] = str(self.host in ("", "0.0.0.0", "::")).lower()
         return "".join(f"{key}={value}\n" for key, value in settings.items())
 
