@@ -6,9 +6,12 @@ same session time-out. A producer sends one message after the other. In each rou
     stop     SIGTERM, as in a rolling restart
     kill     kill -9
     freeze   SIGSTOP for one and a half session time-outs
+    cut      its network is cut off for one and a half session time-outs; needs root, for network namespaces
 
 The gap of a round is the longest time between two acknowledgements, from the fault until all replicas are in sync
-again. Maven downloads Kafka's jars from Maven Central; without Maven only metamq is measured.
+again. A round of a fault that lasts takes long, so there are fewer of them; Kafka's have a share, too. Both session
+time-outs are measured at the same time: most of it is waiting. Maven downloads Kafka's jars from Maven Central; without
+Maven only metamq is measured.
 """
 
 from __future__ import annotations
@@ -22,22 +25,30 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from network import Machine, Network, can_cut
 from spark_kafka import SERVER, jars
 
-from metamq.testing import BrokerProcess, Cluster, cluster
-from metamq.zk.server.ports import free_port
+from metamq import Admin, Producer
+from metamq.testing import BrokerProcess
+from metamq.zk.server.embedded import EmbeddedZooKeeper
 
 Say = Callable[[str], None]
 
 REPLICAS = 3
 TOPIC = "steady"
 SESSIONS_MS = (6000, 2000)
-FAULTS = ("stop", "kill", "freeze")
+FAULTS = {"stop": 1.0, "kill": 1.0, "freeze": 0.25, "cut": 0.25}
+"""The faults, and the share of the rounds that each has."""
+LASTING_SESSIONS = 1.5
+KAFKA_EVERY = 5
+"""Kafka has one round in so many."""
 LIMIT_S = 180.0
 CALM_S = 0.5
 """Seconds of acknowledgements before a fault and after its end."""
@@ -45,7 +56,7 @@ CALM_S = 0.5
 _SETTINGS = """process.roles=broker,controller
 node.id={node}
 controller.quorum.voters={voters}
-listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller}
+listeners=PLAINTEXT://{address}:9092,CONTROLLER://{address}:9093
 controller.listener.names=CONTROLLER
 log.dirs={folder}/data
 
@@ -57,83 +68,136 @@ broker.heartbeat.interval.ms={heartbeat_ms}
 """
 
 
+class Node(Protocol):
+    """One process of a system, and its machine."""
+
+    machine: Machine
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal; one that ends the process waits for its end, and starts it again."""
+
+
 class System(Protocol):
     """A running system of three replicas with one topic of one partition."""
 
     def send(self) -> None:
         """Sends a message, and returns when it is acknowledged."""
 
-    def end_master(self, fault: str, pause_s: float) -> None:
-        """Ends the process of the master, and starts or continues it; a frozen one stays so for `pause_s`."""
+    def master(self) -> Node:
+        """Returns the node that is the master."""
+        ...
 
     def is_whole(self) -> bool:
         """Returns True if all replicas are in sync."""
         ...
 
 
+class Replica:
+    """A replica of metamq."""
+
+    def __init__(self, broker: BrokerProcess, machine: Machine) -> None:
+        self.broker, self.machine = broker, machine
+        self.start()
+
+    def start(self) -> None:
+        with self.machine.inside():
+            self.broker.start(wait=False)
+        self.broker.wait_ready()
+
+    def signal(self, number: signal.Signals) -> None:
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            (self.broker.kill if number == signal.SIGKILL else self.broker.stop)()
+            self.start()
+        else:
+            (self.broker.freeze if number == signal.SIGSTOP else self.broker.thaw)()
+
+
 class Metamq:
     """One broker id with three replicas and automatic failover."""
 
-    def __init__(self, running: Cluster, stack: ExitStack) -> None:
-        for _ in range(REPLICAS - 1):
-            running.add_slave()
-        self._replicas: list[BrokerProcess] = [running.broker, *running.slaves]
-        self._admin = stack.enter_context(running.admin())
+    def __init__(self, folder: Path, network: Network, session_ms: int, stack: ExitStack) -> None:
+        zookeeper = stack.enter_context(EmbeddedZooKeeper(folder / "zookeeper", host=network.address))
+        settings: dict[str, Any] = {"session_timeout_ms": session_ms, "failover": "auto", "failover_pause_max_ms": 0}
+        self._replicas: list[Replica] = []
+        for number in range(REPLICAS):
+            machine = network.machine()
+            broker = BrokerProcess(
+                zookeeper.address, folder / f"replica-{number}", replica=number, host=machine.address, **settings
+            )
+            stack.callback(broker.kill)
+            self._replicas.append(Replica(broker, machine))
+        self._admin = stack.enter_context(Admin(zookeeper.address))
         self._admin.create_topic(TOPIC, partitions=1, replication="sync", min_insync=2)
-        self._producer = stack.enter_context(running.producer(linger_ms=0))
+        self._producer = stack.enter_context(Producer(zookeeper.address, linger_ms=0))
         self._sent = 0
 
     def send(self) -> None:
         self._sent += 1
         self._producer.send(TOPIC, b"%d" % self._sent).result(LIMIT_S)
 
-    def end_master(self, fault: str, pause_s: float) -> None:
+    def master(self) -> Node:
         found = self._admin.replicas()[0].replicas
-        master = self._replicas[next(one.replica for one in found if one.role == "master")]
-        if fault == "freeze":
-            master.freeze()
-            time.sleep(pause_s)
-            master.thaw()
-        elif fault == "kill":
-            master.kill()
-            master.start()
-        else:
-            master.stop()
-            master.start()
+        number = next(one.replica for one in found if one.role == "master")
+        return self._replicas[number]
 
     def is_whole(self) -> bool:
         found = self._admin.replicas()[0].replicas
         return len(found) == REPLICAS and all(one.holds_all for one in found)
 
 
-class Kafka:
-    """Three nodes, each a broker and a controller; librdkafka's producer, which is asked to notice a change soon."""
+class KafkaNode:
+    """A node that is a broker and a controller."""
 
-    def __init__(self, folder: Path, session_ms: int, stack: ExitStack) -> None:
+    def __init__(self, command: list[str], settings: Path, machine: Machine) -> None:
+        self.machine = machine
+        self._command, self._settings = command, settings
+        format_it = ["kafka.tools.StorageTool", "format", "-t", "MkU3OEVBNTcwNTJENDM2Qg", "-c", str(settings)]
+        subprocess.run([*command, *format_it], check=True, capture_output=True, timeout=LIMIT_S)
+        self._start()
+
+    def _start(self) -> None:
+        with (self._settings.parent / "log").open("ab") as output, self.machine.inside():
+            command = [*self._command, "kafka.Kafka", str(self._settings)]
+            self._process = subprocess.Popen(command, stdout=output, stderr=output)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            self._process.wait()
+            self._start()
+
+    def kill(self) -> None:
+        """Ends the process for good."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Kafka:
+    """Three nodes, and librdkafka's producer, which is asked to notice a change soon."""
+
+    def __init__(self, folder: Path, network: Network, session_ms: int, stack: ExitStack) -> None:
         from confluent_kafka import Producer
         from confluent_kafka.admin import AdminClient
         from confluent_kafka.cimpl import NewTopic
 
-        ports = {node: (free_port(), free_port()) for node in range(1, REPLICAS + 1)}
-        voters = ",".join(f"{node}@127.0.0.1:{controller}" for node, (_, controller) in ports.items())
+        machines = {node: network.machine() for node in range(1, REPLICAS + 1)}
+        voters = ",".join(f"{node}@{machine.address}:9093" for node, machine in machines.items())
         class_path = ":".join(jars(folder / "server", SERVER))
-        self._java = ["java", "-Xms512m", "-Xmx512m", "-cp", class_path]
-        self._folders: dict[int, Path] = {}
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        stack.callback(self._kill_all)
-        for node, (port, controller) in ports.items():
-            place = self._folders[node] = folder / f"node-{node}"
+        command = ["java", "-Xms512m", "-Xmx512m", "-cp", class_path]
+        self._nodes: dict[int, KafkaNode] = {}
+        for node, machine in machines.items():
+            place = folder / f"node-{node}"
             place.mkdir()
-            settings = _SETTINGS.format(
-                node=node, voters=voters, port=port, controller=controller, folder=place,
-                session_ms=session_ms, heartbeat_ms=session_ms // 4,
+            settings = place / "server.properties"
+            settings.write_text(
+                _SETTINGS.format(
+                    node=node, voters=voters, address=machine.address, folder=place,
+                    session_ms=session_ms, heartbeat_ms=session_ms // 4,
+                )
             )  # fmt: skip
-            (place / "server.properties").write_text(settings)
-            format_it = ["kafka.tools.StorageTool", "format", "-t", "MkU3OEVBNTcwNTJENDM2Qg", "-c"]
-            command = [*self._java, *format_it, str(place / "server.properties")]
-            subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
-            self._start(node)
-        servers = ",".join(f"127.0.0.1:{port}" for port, _ in ports.values())
+            self._nodes[node] = KafkaNode(command, settings, machine)
+            stack.callback(self._nodes[node].kill)
+        servers = ",".join(f"{machine.address}:9092" for machine in machines.values())
         self._admin = AdminClient({"bootstrap.servers": servers, "log_level": 0})
         while len(self._admin.list_topics(timeout=LIMIT_S).brokers) < REPLICAS:
             time.sleep(0.1)
@@ -158,17 +222,6 @@ class Kafka:
         )
         self._sent = 0
 
-    def _start(self, node: int) -> None:
-        place = self._folders[node]
-        with (place / "log").open("ab") as output:
-            command = [*self._java, "kafka.Kafka", str(place / "server.properties")]
-            self._processes[node] = subprocess.Popen(command, stdout=output, stderr=output)
-
-    def _kill_all(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-
     def send(self) -> None:
         failed: list[Any] = []
 
@@ -185,17 +238,8 @@ class Kafka:
     def _partition(self) -> Any:
         return self._admin.list_topics(TOPIC, timeout=LIMIT_S).topics[TOPIC].partitions[0]
 
-    def end_master(self, fault: str, pause_s: float) -> None:
-        node = self._partition().leader
-        process = self._processes[node]
-        if fault == "freeze":
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(pause_s)
-            process.send_signal(signal.SIGCONT)
-            return
-        process.send_signal(signal.SIGKILL if fault == "kill" else signal.SIGTERM)
-        process.wait()
-        self._start(node)
+    def master(self) -> Node:
+        return self._nodes[self._partition().leader]
 
     def is_whole(self) -> bool:
         from confluent_kafka import KafkaException
@@ -255,11 +299,24 @@ def _wait_whole(system: System) -> None:
         time.sleep(0.05)
 
 
+def _inflict(fault: str, node: Node, lasting_s: float) -> None:
+    if fault == "cut":
+        node.machine.cut()
+        time.sleep(lasting_s)
+        node.machine.mend()
+    elif fault == "freeze":
+        node.signal(signal.SIGSTOP)
+        time.sleep(lasting_s)
+        node.signal(signal.SIGCONT)
+    else:
+        node.signal(signal.SIGKILL if fault == "kill" else signal.SIGTERM)
+
+
 def _round(system: System, steady: Steady, fault: str, session_ms: int) -> float:
     _wait_whole(system)
     steady.wait_for_more()
     before = len(steady.times) - 1
-    system.end_master(fault, 1.5 * session_ms / 1000)
+    _inflict(fault, system.master(), LASTING_SESSIONS * session_ms / 1000)
     _wait_whole(system)
     steady.wait_for_more()
     return steady.gap_since(before)
@@ -268,41 +325,47 @@ def _round(system: System, steady: Steady, fault: str, session_ms: int) -> float
 @contextmanager
 def _systems(folder: Path, session_ms: int, say: Say) -> Iterator[dict[str, System]]:
     with ExitStack() as stack:
-        settings = {"session_timeout_ms": session_ms, "failover": "auto", "failover_pause_max_ms": 0}
-        running = stack.enter_context(cluster(folder=folder / "metamq", **settings))
-        found: dict[str, System] = {"metamq": Metamq(running, stack)}
+        network = Network(stack, SESSIONS_MS.index(session_ms))
+        found: dict[str, System] = {"metamq": Metamq(folder / "metamq", network, session_ms, stack)}
         if shutil.which("mvn") is None:
             say("Kafka is left out: there is no mvn to download it")
         else:
-            found["kafka"] = Kafka(folder, session_ms, stack)
+            found["kafka"] = Kafka(folder, network, session_ms, stack)
         for system in found.values():
             _wait_whole(system)
         yield found
 
 
-def measure(rounds: int, say: Say) -> dict[str, Any]:
-    """Measures each fault `rounds` times for each system and session time-out, in turns. Returns seconds."""
+def _measure_session(session_ms: int, rounds: int, say: Say) -> list[dict[str, Any]]:
     rows = []
-    for session_ms in SESSIONS_MS:
-        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            systems = stack.enter_context(_systems(Path(folder), session_ms, say))
-            producers = {name: stack.enter_context(Steady(system)) for name, system in systems.items()}
-            for fault in FAULTS:
-                gaps: dict[str, list[float]] = {name: [] for name in systems}
-                for _ in range(rounds):
-                    for name, system in systems.items():
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        systems = stack.enter_context(_systems(Path(folder), session_ms, say))
+        producers = {name: stack.enter_context(Steady(system)) for name, system in systems.items()}
+        for fault, share in FAULTS.items():
+            if fault == "cut" and not can_cut():
+                say("cut is left out: it needs root and the command ip")
+                continue
+            gaps: dict[str, list[float]] = {name: [] for name in systems}
+            for number in range(max(1, round(rounds * share))):
+                for name, system in systems.items():
+                    if name == "metamq" or number % KAFKA_EVERY == 0:
                         gaps[name].append(_round(system, producers[name], fault, session_ms))
-                row: dict[str, Any] = {"session_ms": session_ms, "fault": fault, "rounds": rounds}
-                for name, found in gaps.items():
-                    row |= {f"{name}_{what}": value for what, value in _summary(found).items()}
-                    say(
-                        f"{fault}, session {session_ms} ms, {name}: " + ", ".join(f"{one:.2f}" for one in sorted(found))
-                    )
-                rows.append(row)
-    return {"rows": rows, "cores": os.cpu_count()}
+            row: dict[str, Any] = {"session_ms": session_ms, "fault": fault}
+            for name, found in gaps.items():
+                row |= {f"{name}_{what}": value for what, value in _summary(found).items()}
+                say(f"{fault}, session {session_ms} ms, {name}: " + ", ".join(f"{one:.2f}" for one in sorted(found)))
+            rows.append(row)
+    return rows
+
+
+def measure(rounds: int, say: Say) -> dict[str, Any]:
+    """Measures each fault for each system and session time-out, in turns. Returns seconds."""
+    with ProcessPoolExecutor(len(SESSIONS_MS)) as pool:
+        found = list(pool.map(partial(_measure_session, rounds=rounds, say=say), SESSIONS_MS))
+    return {"rows": [row for rows in found for row in rows], "cores": os.cpu_count()}
 
 
 def _summary(gaps: list[float]) -> dict[str, float]:
     ordered = sorted(gaps)
     p99 = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
-    return {"p50_s": statistics.median(ordered), "p99_s": p99, "max_s": ordered[-1]}
+    return {"rounds": len(ordered), "p50_s": statistics.median(ordered), "p99_s": p99, "max_s": ordered[-1]}
