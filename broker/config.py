@@ -51,6 +51,8 @@ class BrokerConfig:
     """The longest pause between automatic switches of masters. It doubles from 2 s with each switch in ten minutes."""
     failover_return_ms: int = 120_000
     """The time for which the preferred replica is in sync before it becomes the master again."""
+    alone_lease_s: float = 60.0
+    """While no slave is in sync, none can take over: the master takes writes this much longer without ZooKeeper."""
     insync_lag_ms: int = 5_000
     """A slave that delays the master's acknowledgements this long leaves the in-sync set."""
     far_behind_bytes: int = 1024 * MEBIBYTE
@@ -103,6 +105,7 @@ class BrokerConfig:
             "scrub_bytes_per_s": (0, 1 << 50),
             "scrub_every_s": (0, 366 * 86_400),
             "drain_timeout_s": (0, 3600),
+            "alone_lease_s": (0, 86_400),
             "branch_grace_ms": (100, 600_000),
             "open_files_max": (0, 1 << 20),
             "connections_max": (1, 1 << 20),
@@ -113,7 +116,10 @@ class BrokerConfig:
             "answer_memory_bytes": (MEBIBYTE, 1 << 50),
             "request_memory_bytes": (FRAME_BYTES_MAX, 1 << 50),
         }
-        real = "retention_check_s scrub_every_s drain_timeout_s idle_timeout_s unread_timeout_s search_timeout_s"
+        real = (
+            "retention_check_s scrub_every_s drain_timeout_s alone_lease_s idle_timeout_s unread_timeout_s "
+            "search_timeout_s"
+        )
         check_ranges("broker", self, limits, real=real)
         if self.failover:
             check_mode(self.failover)

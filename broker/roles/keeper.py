@@ -470,7 +470,9 @@ class RoleKeeper:
 
     def _may_believe(self) -> bool:
         """Returns True if no other replica can be the master, by the clocks; or if there never was another replica."""
-        return not self._has_others or self._lease.valid()
+        role = self._status.role
+        is_alone = isinstance(role, MasterRole) and role.service.alone
+        return not self._has_others or self._lease.valid(self._config.alone_lease_s if is_alone else 0.0)
 
     async def _is_own_epoch(self) -> bool:
         """Returns False if this master does not find its epoch in the state, or finds an older state than it knows."""

@@ -58,6 +58,8 @@ _SETTINGS = (
      "The longest pause between automatic switches; it doubles from 2 s with each one in ten minutes.  [2m]"),
     ("--failover-return", "failover_return_ms", DURATION,
      "The preferred replica becomes the master again after it has been in sync for this time.  [2m]"),
+    ("--alone-lease", "alone_lease_s", SECONDS,
+     "A master without a slave in sync takes writes this much longer if ZooKeeper does not answer.  [60s]"),
     ("--insync-lag", "insync_lag_ms", DURATION,
      "A slave that delays writes for this time leaves the in-sync set.  [5s]"),
     ("--replication-rate", "replication_bytes_per_s", SIZE, "Bytes per second to each slave; 0 is no limit.  [0]"),

@@ -87,6 +87,27 @@ def test_it_holds_while_the_server_answers_and_ends_before_the_session_does(
     asyncio.run(main())
 
 
+def test_a_longer_one_ends_later_and_not_with_the_session_but_with_the_lease_itself(
+    victim: EmbeddedZooKeeper, until: Until
+) -> None:
+    async def main() -> None:
+        async with await Session.open(victim.address, timeout_ms=1_500) as session, Lease(session) as lease:
+            await until(lease.valid)
+            victim.freeze()
+            await until(lambda: not lease.valid())
+            last = lease._grant
+            assert last is not None
+            assert lease.valid(3600)
+            await until(lambda: not lease.valid(0.5))
+            assert now_ns() >= last.end_ns + 500 * MS
+            victim.thaw()
+            await until(lambda: session.generation == 2 or lease.valid())
+            assert lease.valid(3600)
+        assert not lease.valid(3600)
+
+    asyncio.run(main())
+
+
 def test_a_loop_that_hangs_loses_it_though_the_session_lives(servers: str, until: Until) -> None:
     async def main() -> None:
         async with await Session.open(servers, timeout_ms=1_000) as session, Lease(session) as lease:

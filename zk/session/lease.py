@@ -87,9 +87,14 @@ class Lease:
         self._timer: asyncio.Task[None] | None = None
         self._renewals: set[asyncio.Task[None]] = set()
 
-    def valid(self) -> bool:
-        """True if the session lives and the confirmed conditions hold, as far as clocks can show."""
-        return self._remaining_ns() > 0
+    def valid(self, longer_s: float = 0.0) -> bool:
+        """True if the session lives and the confirmed conditions hold, as far as clocks can show.
+
+        True `longer_s` longer, even if the session is lost: for a caller whose registration nobody else can take.
+        """
+        if self._remaining_ns() > 0:
+            return True
+        return longer_s > 0 and self._grant is not None and now_ns() < self._grant.end_ns + longer_s * 1e9
 
     def over_s(self) -> float | None:
         """Seconds since it became invalid; None while it is valid."""
