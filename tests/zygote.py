@@ -26,6 +26,9 @@ from metamq import testing
 from metamq.testing import BrokerProcess
 
 COMMAND = [*BrokerProcess.command, "--with-parent"]
+CLOCK_JUMPS_S = {signal.SIGUSR1: 3600, signal.SIGUSR2: -3600}
+"""By the signal that makes it happen, how far the wall clock of a forked broker is off from then on. Only for Python:
+the clocks of other processes stay as they are."""
 NAME = "the zygote of the tests' brokers"
 REQUEST_BYTES_MAX = 128 * 1024
 
@@ -173,6 +176,12 @@ def serve(channel: socket.socket) -> None:
             channel.send(str(pid).encode())
 
 
+def _jump(number: int, _frame: Any, time_ns: Callable[[], int] = time.time_ns) -> None:
+    off_ns = CLOCK_JUMPS_S[signal.Signals(number)] * 1_000_000_000
+    time.time_ns = lambda: time_ns() + off_ns
+    time.time = lambda: time.time_ns() / 1e9
+
+
 def _report(ended: int, pid: int, status: int) -> None:
     _, how = os.waitpid(pid, 0)
     with contextlib.suppress(BrokenPipeError):
@@ -192,6 +201,8 @@ def _become_broker(main: Callable[[], int], environment: dict[str, str], given: 
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = COMMAND[2:]
+        for number in CLOCK_JUMPS_S:
+            signal.signal(number, _jump)
         status = main()
     except BaseException:  # as Python does at the end of a process: the loop of the zygote must not go on in its fork
         traceback.print_exc()

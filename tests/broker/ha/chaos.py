@@ -7,6 +7,7 @@ ZooKeeper restarts. What Chaos wants to know it asks the brokers directly, past 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
 import time
@@ -19,6 +20,7 @@ from typing import Any
 from metamq.errors import MetamqError
 from metamq.testing import BrokerProcess, Cluster
 from metamq.zk.server.embedded import EmbeddedZooKeeper
+from tests import zygote
 from tests.broker.ha.chaos_storage import NO_ROOM, SCRUB, TAKEN_BACK, WAITED, StorageFaults, temporary_disk
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group
 from tests.network import Network, Way
@@ -174,6 +176,7 @@ class Chaos:
             "master killed": self.kill_master,
             "slave killed": self.kill_slave,
             **({"master stopped": self.stop_master} if self._is_auto else asked),
+            "clock jumped": self.jump_clock,
             "frozen": self.freeze_any,
             "master frozen": self.freeze_master,
             "connections broken": self.break_,
@@ -255,6 +258,14 @@ class Chaos:
         if running:
             self._did("slave killed")
             self._kill(self.random.choice(running))
+
+    def jump_clock(self) -> None:
+        """The wall clock of one replica, by an hour."""
+        responsive = self._responsive()
+        if responsive and BrokerProcess.popen is zygote.popen:
+            self._did("clock jumped")
+            pid = self.group.replicas[self.random.choice(responsive)].pid
+            os.kill(pid, self.random.choice(list(zygote.CLOCK_JUMPS_S)))
 
     def freeze_any(self) -> None:
         responsive = self._responsive()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -52,6 +53,8 @@ class Load:
         self.strict = Given(f"the reader of {topic}")
         self.other = Given(f"the other reader of {topic}", may_change=losses)
         self.group = Given(f"the group of {topic}", may_change=losses)
+        self.served: dict[str, float] = {}
+        """By partition, when a message was acknowledged first after it was cleared."""
         self._told: list[list[dict[bytes, Place]]] = []
         """By period and producer, what was acknowledged that was sent in it."""
         self._producers = producers
@@ -149,6 +152,7 @@ class Load:
                     with contextlib.suppress(MetamqError):
                         receipt = delivery.result(70)
                         acknowledged[value] = (receipt.partition, receipt.offset)
+                        self.served.setdefault(receipt.partition, time.monotonic())
 
     def _read(self, given: Given, read_from: Literal["any", "master"]) -> None:
         """Reads all of it as it comes, without a group. Whoever is strict about it is told of losses by an error."""

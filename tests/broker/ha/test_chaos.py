@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from tests.broker.ha.chaos import FAR_BEHIND_BYTES, LOST, REPLICAS, Chaos, NetworkedGroup, networked_group
 from tests.broker.ha.chaos_load import PARTITIONS, Load
 from tests.broker.ha.chaos_storage import Flipped
+from tests.broker.ha.chaos_transactions import COMMITTED, ROLLED_BACK, UNKNOWN, Transactions
 from tests.broker.ha.history import Given, History, faults
 from tests.parts import SLOW_S, wait_until
 
@@ -25,6 +27,7 @@ Report = Callable[[str], None]
 Logs = dict[str, list[bytes]]
 TOPIC = "chaos"
 ASYNC = "chaos-async"
+TRANSACTIONS = "chaos-transactions"
 ENOUGH = 1000
 
 
@@ -47,18 +50,23 @@ def survive(group: NetworkedGroup, report: Report, rounds: Sequence[Round], *, i
     seed = int(os.environ.get("METAMQ_SEED", random.randrange(1 << 32)))
     report(f"METAMQ_SEED={seed}")
     chaos = Chaos(group, seed, is_auto=is_auto)
-    loads = begin(group, seed, losses=any(one.losses_s for one in rounds))
+    losses_are_accepted = any(one.losses_s for one in rounds)
+    loads = begin(group, seed, losses=losses_are_accepted)
+    # A loss takes transactions back, too.
+    transactions = None if losses_are_accepted else Transactions(TRANSACTIONS, PARTITIONS, group.zookeeper, seed)
     chaos.storage.zookeeper_goes_back += [load.group.zookeeper_goes_back for load in loads]
     logs: dict[str, Logs] = {}
     try:
         for number, one in enumerate(rounds):
-            go_through(chaos, loads, one)
+            report(f"after the last fault all partitions were served in {go_through(chaos, loads, one):.1f} s")
             for load in loads:
                 if number == len(rounds) - 1:
                     load.stop_sending()
                 logs[load.topic] = all_is_well(group, load)
     finally:
         with contextlib.ExitStack() as stopping:  # all of them, also when one fails
+            if transactions is not None:
+                stopping.callback(transactions.stop)
             for load in loads:
                 stopping.callback(load.stop)
         report(", ".join(f"{count} x {what}" for what, count in sorted((chaos.done + chaos.seen).items())))
@@ -69,13 +77,32 @@ def survive(group: NetworkedGroup, report: Report, rounds: Sequence[Round], *, i
     for load in loads:
         assert load.found(logs[load.topic]) == []
         assert load.all_acknowledged > ENOUGH
+    if transactions is not None:
+        report(transactions.figures())
+        assert wrong_transactions(group, transactions) == []
+        assert transactions.outcomes
     assert chaos.storage.lost_topics() == []
     group.wait_equal(*range(REPLICAS))
     return Outcome(chaos, losses)
 
 
-def go_through(chaos: Chaos, loads: Sequence[Load], one: Round) -> None:
-    """One round. A round with losses has one at least, one without has everything else."""
+def wrong_transactions(group: NetworkedGroup, transactions: Transactions) -> list[str]:
+    """What is wrong when all of them have ended: one whose client got no answer may end a little later."""
+
+    def wrong() -> list[str]:
+        logs = logs_of(group, TRANSACTIONS)
+        return transactions.faults(value for values in logs.values() for value in values)
+
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not wrong())
+    return wrong()[:10]
+
+
+def go_through(chaos: Chaos, loads: Sequence[Load], one: Round) -> float:
+    """One round. A round with losses has one at least, one without has everything else.
+
+    Returns the seconds from the end of the last fault until messages were acknowledged in all partitions.
+    """
     if one.losses_s:
         before = chaos.done[LOST]
         chaos.run(one.losses_s, accept_loss=True, is_enough=lambda: chaos.done[LOST] > before)
@@ -84,8 +111,13 @@ def go_through(chaos: Chaos, loads: Sequence[Load], one: Round) -> None:
     for load in loads:
         load.begin_period()
     chaos.run(one.without_s, is_enough=lambda: one.losses_s or not chaos.missing)
+    ended = time.monotonic()
+    for load in loads:
+        load.served.clear()
     chaos.healed()
     assert chaos.group.state().generation - chaos.storage.accepted == generation, "a loss that nobody accepted"
+    wait_until(lambda: all(len(load.served) == PARTITIONS for load in loads), what="acknowledgements everywhere")
+    return max(at for load in loads for at in load.served.values()) - ended
 
 
 def begin(group: NetworkedGroup, seed: int, *, losses: bool) -> list[Load]:
@@ -94,6 +126,8 @@ def begin(group: NetworkedGroup, seed: int, *, losses: bool) -> list[Load]:
     group.cluster.create_topic(TOPIC, partitions=PARTITIONS, replication="sync")
     if losses:
         group.cluster.create_topic(ASYNC, partitions=PARTITIONS)
+    else:
+        group.cluster.create_topic(TRANSACTIONS, partitions=PARTITIONS, replication="sync")
     group.wait_insync(*range(REPLICAS))
     where = group.zookeeper, group.cluster.zookeeper, seed
     loads = [Load(TOPIC, *where, **small)]
@@ -188,6 +222,17 @@ def test_the_check_bites() -> None:
     assert "is there 2 times" in faults(history, {"0-0": [b"1-0", b"1-1", b"1-1"]})[0]
     assert "not in the order" in faults(History(), {"0-0": [b"1-1", b"1-0"]})[0]
     assert "a reader saw" in faults(History(seen=[(("0-0", 0), b"1-9")]), {"0-0": [b"1-0"]})[0]
+
+
+def test_the_check_of_transactions_bites() -> None:
+    transactions = Transactions.__new__(Transactions)
+    transactions.outcomes = {b"tx0-0": COMMITTED, b"tx0-1": ROLLED_BACK, b"tx0-2": UNKNOWN}
+    transactions.lost, transactions._partitions = [], ["0-0", "0-1"]
+    assert transactions.faults([b"tx0-0"] * 2) == transactions.faults([b"tx0-0", b"tx0-2"] * 2) == []
+    assert "was committed, and is not there" in transactions.faults([])[0]
+    assert "is there 1 times" in transactions.faults([b"tx0-0"])[0]
+    assert "was rolled back, and is there" in transactions.faults([b"tx0-0", b"tx0-1"] * 2)[0]
+    assert "nobody sent it" in transactions.faults([b"tx0-0", b"other"] * 2)[0]
 
 
 def test_the_check_of_consumers_bites() -> None:
