@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,10 +14,9 @@ from metamq.errors import ConfigError
 from metamq.testing import Cluster, cluster
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from metamq.zk.server.ensemble import SYNC_MS, Ensemble
-from metamq.zk.server.ports import HeldPort
+from tests.ensemble import Servers
 from tests.parts import read_topic, wait_until
 
-NUMBERS = (1, 2, 3)
 GIVEN_UP = "GOODBYE"
 """A leader's log says so when it ends its connection to a follower."""
 
@@ -60,50 +58,6 @@ def test_what_is_no_ensemble_is_refused(number: int, text: str, problem: str) ->
     with pytest.raises(ConfigError, match=problem) as failure:
         Ensemble.parse(number, text)
     assert failure.value.hint
-
-
-def mode(server: EmbeddedZooKeeper) -> str:
-    """Returns "leader" or "follower"; "" while the server serves no client."""
-    try:
-        with socket.create_connection(("127.0.0.1", server.port), 1) as connection:
-            connection.sendall(b"srvr")
-            answer = b""
-            while piece := connection.recv(4096):
-                answer += piece
-    except OSError:
-        return ""
-    return answer.partition(b"Mode: ")[2].partition(b"\n")[0].decode()
-
-
-class Servers:
-    """Three servers on this machine."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._ports = [(HeldPort("127.0.0.1"), HeldPort("127.0.0.1")) for _ in NUMBERS]
-        places = ",".join(f"127.0.0.1:{leader.number}:{election.number}" for leader, election in self._ports)
-        self.by_number = {
-            number: EmbeddedZooKeeper(folder / f"zookeeper-{number}", ensemble=Ensemble.parse(number, places))
-            for number in NUMBERS
-        }
-        for server in self.by_number.values():
-            stack.callback(server.stop)
-        with ThreadPoolExecutor() as pool:  # none serves before another one runs
-            list(pool.map(EmbeddedZooKeeper.start, self.by_number.values()))
-        self.wait_for_all()
-
-    @property
-    def address(self) -> str:
-        return ",".join(server.address for server in self.by_number.values())
-
-    def wait_for_all(self) -> None:
-        wait_until(lambda: sorted(map(mode, self.by_number.values())) == ["follower", "follower", "leader"])
-
-    def number_of(self, wanted: str) -> int:
-        return next(number for number, server in self.by_number.items() if mode(server) == wanted)
-
-    def wait_for_another_leader(self, than: int) -> None:
-        others = [server for number, server in self.by_number.items() if number != than]
-        wait_until(lambda: "leader" in map(mode, others), what="another leader")
 
 
 def kill_the_leader(servers: Servers) -> None:

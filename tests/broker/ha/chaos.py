@@ -13,6 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests import zygote
 from tests.broker.ha.chaos_storage import NO_ROOM, SCRUB, TAKEN_BACK, WAITED, StorageFaults, temporary_disk
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group
+from tests.ensemble import Servers
 from tests.network import Network, Way
 from tests.parts import statistics, wait_until
 
@@ -79,7 +81,7 @@ class NetworkedGroup(Group):
 
     def __init__(
         self,
-        zookeeper: EmbeddedZooKeeper,
+        zookeeper: EmbeddedZooKeeper | Servers,
         folder: Path,
         *,
         replicas: int = REPLICAS,
@@ -91,9 +93,11 @@ class NetworkedGroup(Group):
         """Of the last replica; None where none can be mounted."""
         self._last = replicas - 1
         self.network = Network(self.pids, CLIENT)
-        self.cluster = Cluster(zookeeper, folder)
+        self.ensemble = zookeeper if isinstance(zookeeper, Servers) else None
+        servers = [zookeeper] if isinstance(zookeeper, EmbeddedZooKeeper) else list(zookeeper.by_number.values())
+        self.cluster = Cluster(zookeeper if isinstance(zookeeper, EmbeddedZooKeeper) else zookeeper.address, folder)
         self.replicas = []
-        self.zookeeper = self.network.line(ZOOKEEPER, "127.0.0.9", zookeeper.port)
+        self.zookeeper = ",".join(self.network.line(ZOOKEEPER, "127.0.0.9", server.port) for server in servers)
         """For the clients under test: it can be cut. That of `cluster` cannot."""
         for _ in range(replicas):
             self._add(made_by, {"session_timeout_ms": SESSION_MS, "insync_lag_ms": LAG_MS, **SCRUB, **settings})
@@ -134,9 +138,14 @@ class NetworkedGroup(Group):
 
 
 @contextlib.contextmanager
-def networked_group(folder: Path, **settings: Any) -> Iterator[NetworkedGroup]:
+def networked_group(folder: Path, *, with_ensemble: bool = False, **settings: Any) -> Iterator[NetworkedGroup]:
     """Replicas, started. `settings` as NetworkedGroup takes them."""
-    with EmbeddedZooKeeper(folder / "zookeeper") as zookeeper:
+    with ExitStack() as stack:
+        zookeeper: EmbeddedZooKeeper | Servers
+        if with_ensemble:
+            zookeeper = Servers(folder, stack)
+        else:
+            zookeeper = stack.enter_context(EmbeddedZooKeeper(folder / "zookeeper"))
         group = NetworkedGroup(zookeeper, folder, **settings)
         try:
             yield group
@@ -184,10 +193,19 @@ class Chaos:
             "cut off from ZooKeeper": self.cut_off_zookeeper,
             "master cut off": self.cut_off_master,
             ALONE: self.leave_alone,
-            "ZooKeeper frozen": self.freeze_zookeeper,
-            "ZooKeeper restarted": self.restart_zookeeper,
+            **(self._zookeeper_actions() if self.group.ensemble is None else self._ensemble_actions()),
             **cuts,
             **({LOST: self.lose} if self._accept_loss else self.storage.actions()),
+        }
+
+    def _zookeeper_actions(self) -> dict[str, Callable[[], None]]:
+        return {"ZooKeeper frozen": self.freeze_zookeeper, "ZooKeeper restarted": self.restart_zookeeper}
+
+    def _ensemble_actions(self) -> dict[str, Callable[[], None]]:
+        return {
+            f"ZooKeeper's {mode} {what}": partial(self.disturb_ensemble, mode, what)
+            for mode in ("leader", "follower")
+            for what in ("killed", "frozen")
         }
 
     @property
@@ -195,7 +213,7 @@ class Chaos:
         """What happens in a run that is long enough, and has not happened yet."""
         kinds = {*self._actions(), SLAVES_READ, *self._said}
         kinds |= set() if self._is_auto else {IN_CALM, ALIVE, DEAD}
-        kinds |= set() if self._accept_loss else {WAITED}
+        kinds |= set() if self._accept_loss or self.group.ensemble is not None else {WAITED}
         return kinds - (+self.done).keys() - (+self.seen).keys()
 
     def run(
@@ -347,6 +365,21 @@ class Chaos:
         self._did("ZooKeeper restarted")
         self._passing.pop("ZooKeeper", None)
         self.group.cluster.zookeeper_server.restart()
+
+    def disturb_ensemble(self, mode: str, what: str) -> None:
+        """One server at a time."""
+        servers = self.group.ensemble
+        assert servers is not None
+        if "ZooKeeper" in self._passing or not servers.are_all_there:
+            return
+        server = servers.by_number[servers.number_of(mode)]
+        self._did(f"ZooKeeper's {mode} {what}")
+        if what == "killed":
+            server.kill()
+            self.for_a_while("ZooKeeper", server.restart)
+        else:
+            server.freeze()
+            self.for_a_while("ZooKeeper", server.thaw)
 
     # -- making good --------------------------------------------------------------------------------------------------
 

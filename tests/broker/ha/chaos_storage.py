@@ -129,7 +129,9 @@ class StorageFaults:
 
     def actions(self) -> dict[str, Callable[[], None]]:
         """By what they leave in `done`."""
-        found = {REMOVED: self.remove_partition, FLIPPED: self.flip, TAKEN_BACK: self.take_back}
+        found = {REMOVED: self.remove_partition, FLIPPED: self.flip}
+        if self._group.ensemble is None:
+            found[TAKEN_BACK] = self.take_back
         return found if self._group.disk is None else {**found, NO_ROOM: self.fill_disk}
 
     @property

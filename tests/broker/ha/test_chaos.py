@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -161,7 +161,7 @@ def logs_of(group: NetworkedGroup, topic: str) -> Logs:
 
 
 @contextlib.contextmanager
-def a_group(folder: Path, **settings: object) -> Iterator[NetworkedGroup]:
+def a_group(folder: Path, **settings: Any) -> Iterator[NetworkedGroup]:
     with networked_group(folder, far_behind_bytes=FAR_BEHIND_BYTES, with_disk=True, **settings) as group:
         yield group
 
@@ -194,6 +194,15 @@ def test_with_accepted_losses_nothing_is_doubled_and_readers_miss_nothing_of_wha
 def test_nobody_promotes_and_nothing_is_lost(tmp_path: Path, report_figures: Report, seconds: float) -> None:
     with a_group(tmp_path, failover="auto", failover_pause_max_ms=0) as group:
         chaos, losses = survive(group, report_figures, [Round(0, seconds)], is_auto=True)
+        assert chaos.missing == set(), "which did not happen"
+        assert losses == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_nobody_promotes_and_an_ensemble_has_its_own_faults(tmp_path: Path, report_figures: Report) -> None:
+    with a_group(tmp_path, failover="auto", failover_pause_max_ms=0, with_ensemble=True) as group:
+        chaos, losses = survive(group, report_figures, [Round(0, 45)], is_auto=True)
         assert chaos.missing == set(), "which did not happen"
         assert losses == 0
 
