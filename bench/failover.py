@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 REPLICAS = 3
 TOPIC = "steady"
 SESSIONS_MS = (6000, 2000)
-FAULTS = {"stop": 1.0, "kill": 1.0, "freeze": 0.25, "cut": 0.25}
+FAULTS = {"stop": 0.5, "kill": 1.0, "freeze": 0.25, "cut": 0.25}
 """The faults, and the share of the rounds that each has."""
 LASTING_SESSIONS = 1.5
 KAFKA_EVERY = 5
