@@ -305,6 +305,28 @@ def test_a_state_that_has_changed_is_decided_upon_anew(servers: str) -> None:
     asyncio.run(scenario())
 
 
+def test_a_former_master_does_not_wait_for_its_successor_to_end(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another replica takes over between the two reads of a master that begins again in a new session."""
+
+    async def scenario() -> None:
+        async with await Session.open(servers) as session, await Session.open(servers) as one:
+            held = await in_sync(session)
+            await register_slave(one, ONE)
+            read = session.get_or_none
+
+            async def read_before_the_switch(path: str, *others: Any, **more: Any) -> Any:
+                monkeypatch.setattr(session, "get_or_none", read)
+                found = await read(path, *others, **more)
+                assert isinstance(await take_over(one, ONE, held.state, held.version, handed_over=True), Mastership)
+                return found
+
+            monkeypatch.setattr(session, "get_or_none", read_before_the_switch)
+            with pytest.raises(Fenced, match="replica 1 is, since epoch"):
+                await become_master(session, ME)
+
+    asyncio.run(scenario())
+
+
 def test_of_two_slaves_that_take_over_at_once_one_does(servers: str) -> None:
     async def scenario() -> None:
         async with (

@@ -127,9 +127,10 @@ async def become_master(session: Session, registration: Registration, claims: It
     master_path, state_path = paths.master(registration.broker_id), paths.broker_state(registration.broker_id)
     patience, claims = Patience(session, registration), list(claims)
     while True:
+        # In this order: a replica that has just taken over is in both nodes, and must not be waited for.
+        there = await session.get_or_none(master_path)
         stored = await read_state(session, registration.broker_id)
         state = next_term(stored, registration, claims)
-        there = await session.get_or_none(master_path)
         if there is not None and not is_ours(there, session, registration):
             await patience.wait(master_path, there, "master")
             continue

@@ -188,9 +188,10 @@ def test_with_accepted_losses_nothing_is_doubled_and_readers_miss_nothing_of_wha
         assert losses >= chaos.done[LOST] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seconds", [120, pytest.param(1800, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(120, marks=pytest.mark.slow), pytest.param(1800, marks=pytest.mark.long)]
+)
 def test_nobody_promotes_and_nothing_is_lost(tmp_path: Path, report_figures: Report, seconds: float) -> None:
     with a_group(tmp_path, failover="auto", failover_pause_max_ms=0) as group:
         chaos, losses = survive(group, report_figures, [Round(0, seconds)], is_auto=True)
