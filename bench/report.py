@@ -2,8 +2,8 @@
 
 python bench/report.py [bench/results/latest.json]
 
-The figures of a master's end come from bench/results/failover.json:
-`./dev bench --only failover --output bench/results/failover.json`.
+The figures of long parts come from files of their own:
+`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling.
 """
 
 from __future__ import annotations
@@ -219,8 +219,7 @@ def _failover(measured: dict[str, Any]) -> list[str]:
     lines.append(
         "Three replicas, and a producer that sends one message after the other; each is acknowledged by all replicas "
         "in sync, two at least. The longest time without an acknowledgement, in seconds, in turns with Kafka 4.3 (3 "
-        "nodes, the same session time-out, librdkafka with short pauses between attempts), all on this machine. Both "
-        "session time-outs are measured at the same time:"
+        "nodes, the same session time-out, librdkafka with short pauses between attempts), all on this machine:"
     )
     lines += ["", "| | session | metamq p50 | p99 | of rounds | Kafka p50 | p99 | of rounds |", "|---" * 8 + "|"]
     for row in measured["rows"]:
@@ -231,6 +230,15 @@ def _failover(measured: dict[str, Any]) -> list[str]:
             cells.append(str(row.get(f"{system}_rounds", "-")))
         lines.append(f"| {names[row['fault']]} | {row['session_ms'] / 1000:g} s | {' | '.join(cells)} |")
     return lines
+
+
+def _rolling(measured: dict[str, Any]) -> list[str]:
+    return [
+        "",
+        f"A rolling restart of {measured['brokers']} brokers (three broker ids with two replicas each), while a "
+        f"producer sends one message after the other: no send fails. The longest wait for an acknowledgement is "
+        f"{measured['p50_s']:.2f} s (median of {measured['rounds']} restarts), {measured['max_s']:.2f} s at most.",
+    ]
 
 
 def _checks(found: list[dict[str, Any]]) -> list[str]:
@@ -276,10 +284,11 @@ def main() -> None:
     """Writes the page and the plot."""
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "bench" / "results" / "latest.json"
     results = json.loads(source.read_text())
-    if (long := source.with_name("failover.json")).exists():
-        measured = json.loads(long.read_text())
-        results["failover"] = measured["failover"]
-        results["checks"] += measured["checks"]
+    for part in ("failover", "rolling"):
+        if (long := source.with_name(f"{part}.json")).exists():
+            measured = json.loads(long.read_text())
+            results[part] = measured[part]
+            results["checks"] += measured["checks"]
     machine = results["machine"]
     lines = [INTRODUCTION.rstrip(), ""]
     lines.append(
@@ -299,6 +308,7 @@ def main() -> None:
         ("transactions", _transactions),
         ("spark", _spark),
         ("failover", _failover),
+        ("rolling", _rolling),
     ):
         if part in results:
             lines += write(results[part])

@@ -3,7 +3,7 @@
     ./dev bench                 all parts, about fifteen minutes
     ./dev bench --quick         one round, for a first look
     ./dev bench --only latency  a part: throughput, latency, lifecycle, rebalance, replication, transactions, spark
-    ./dev bench --only failover a part that is not in the run of all parts, since each round takes half a minute
+    ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; another one is rolling
 
 Writes bench/results/latest.json, from which bench/report.py makes docs/performance.md. Figures are medians over the
 rounds. Every round measures the raw limits too, so that both see the same machine.
@@ -39,7 +39,7 @@ from settle import gives_memory_back
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "spark")
-LONG_PARTS = ("failover",)
+LONG_PARTS = ("failover", "rolling")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
 ENOUGH_FSYNCS = 1250
@@ -140,6 +140,13 @@ def run_failover(rounds: int) -> dict[str, Any]:
     return failover.measure(rounds, say)
 
 
+def run_rolling(rounds: int) -> dict[str, Any]:
+    """Measures the latest message in a rolling restart of six brokers."""
+    import rolling
+
+    return rolling.measure(rounds, say)
+
+
 class Targets:
     """The project's targets: (what, figure, target, reached) of each that was measured."""
 
@@ -216,6 +223,9 @@ class Targets:
             if "kafka_p99_s" in row and row["fault"] != "stop":
                 self.at_most(f"{what} / Kafka's", row["metamq_p99_s"] / row["kafka_p99_s"], 1.0)
 
+    def rolling(self, measured: dict[str, Any]) -> None:
+        self.at_most("latest message in a rolling restart, s", measured["max_s"], 1.0)
+
 
 def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     """Returns (what, figure, target, reached) for each of the project's targets."""
@@ -262,6 +272,7 @@ def main() -> int:
         "transactions": run_transactions,
         "spark": run_spark,
         "failover": run_failover,
+        "rolling": run_rolling,
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds
