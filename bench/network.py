@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 CLONE_NEWNET = 0x40000000
+NAMESPACES = Path("/run/netns")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -28,6 +29,8 @@ def _ip(*words: str) -> None:
 
 
 def _add_namespace(name: str, stack: ExitStack) -> None:
+    if (NAMESPACES / name).exists():  # a benchmark that was killed has left it
+        _ip("netns", "del", name)
     _ip("netns", "add", name)
     stack.callback(_ip, "netns", "del", name)
     _ip("-n", name, "link", "set", "lo", "up")
@@ -61,7 +64,7 @@ class _Namespace(Machine):
     def __init__(self, name: str, hub: str, address: str, stack: ExitStack) -> None:
         self.address = address
         self._link, self._hub = name, hub
-        self._path = Path("/run/netns") / name
+        self._path = NAMESPACES / name
         _add_namespace(name, stack)
         _ip("-n", hub, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
         _ip("-n", hub, "link", "set", name, "master", "bridge", "up")
