@@ -29,7 +29,7 @@ def _ip(*words: str) -> None:
 
 
 def _add_namespace(name: str, stack: ExitStack) -> None:
-    if (NAMESPACES / name).exists():  # a benchmark that was killed has left it
+    if (NAMESPACES / name).exists():  # left, too
         _ip("netns", "del", name)
     _ip("netns", "add", name)
     stack.callback(_ip, "netns", "del", name)
@@ -99,6 +99,8 @@ class Network:
         if can_cut():
             self.address = f"{self._prefix}.1"
             # The bridge is in a namespace of its own: the rules of this machine's firewall do not apply there.
+            if Path(f"/sys/class/net/{self._hub}").exists():  # left by a benchmark that was killed
+                _ip("link", "del", self._hub)
             _add_namespace(self._hub, stack)
             _ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")
             _ip("-n", self._hub, "link", "set", "bridge", "up")
