@@ -284,7 +284,9 @@ class Steady:
     def wait_for_more(self) -> None:
         """Waits until messages have been acknowledged for CALM_S."""
         before = time.perf_counter()
-        while self.times[-1] < before + CALM_S and self._error is None:
+        while self.times[-1] < before + CALM_S:
+            if self._error is not None:
+                raise self._error
             time.sleep(0.01)
 
     def gap_since(self, number: int) -> float:
@@ -304,12 +306,16 @@ def _wait_whole(system: System) -> None:
 def _inflict(fault: str, node: Node, lasting_s: float) -> None:
     if fault == "cut":
         node.machine.cut()
-        time.sleep(lasting_s)
-        node.machine.mend()
+        try:
+            time.sleep(lasting_s)
+        finally:
+            node.machine.mend()
     elif fault == "freeze":
         node.signal(signal.SIGSTOP)
-        time.sleep(lasting_s)
-        node.signal(signal.SIGCONT)
+        try:
+            time.sleep(lasting_s)
+        finally:
+            node.signal(signal.SIGCONT)
     else:
         node.signal(signal.SIGKILL if fault == "kill" else signal.SIGTERM)
 

@@ -1,6 +1,7 @@
 """Machines of a benchmark: network namespaces on one bridge, so that a machine can be cut off from all others.
 
-Needs root and the command `ip`. Elsewhere every machine is this one, and cannot be cut off.
+Needs root and the command `ip`. Elsewhere every machine is this one, and cannot be cut off. The names are fixed, so one
+benchmark runs at a time. A benchmark that was killed leaves its namespaces and links, which the next one removes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ def can_cut() -> bool:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+    done = subprocess.run(["ip", *words], stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise OSError(f"`ip {' '.join(words)}` failed: {done.stderr.strip()}")
 
 
 def _add_namespace(name: str, stack: ExitStack) -> None:
-    if (NAMESPACES / name).exists():  # left, too
+    if (NAMESPACES / name).exists():
         _ip("netns", "del", name)
     _ip("netns", "add", name)
     stack.callback(_ip, "netns", "del", name)
@@ -98,9 +101,9 @@ class Network:
         self._made = 0
         if can_cut():
             self.address = f"{self._prefix}.1"
-            # The bridge is in a namespace of its own: the rules of this machine's firewall do not apply there.
-            if Path(f"/sys/class/net/{self._hub}").exists():  # left by a benchmark that was killed
+            if Path(f"/sys/class/net/{self._hub}").exists():
                 _ip("link", "del", self._hub)
+            # The bridge is in a namespace of its own: the rules of this machine's firewall do not apply there.
             _add_namespace(self._hub, stack)
             _ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")
             _ip("-n", self._hub, "link", "set", "bridge", "up")

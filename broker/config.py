@@ -52,7 +52,7 @@ class BrokerConfig:
     failover_return_ms: int = 120_000
     """The time for which the preferred replica is in sync before it becomes the master again."""
     alone_lease_s: float = 60.0
-    """While no slave is in sync, none can take over: the master takes writes this much longer without ZooKeeper."""
+    """A master without a slave in sync takes writes for this time after its lease, if ZooKeeper does not answer."""
     insync_lag_ms: int = 5_000
     """A slave that delays the master's acknowledgements this long leaves the in-sync set."""
     far_behind_bytes: int = 1024 * MEBIBYTE

@@ -13,6 +13,7 @@ from metamq.zk.server.ports import HeldPort
 from tests.parts import wait_until
 
 NUMBERS = (1, 2, 3)
+ALL_THERE = ["follower", "follower", "leader"]
 
 
 def mode(server: EmbeddedZooKeeper) -> str:
@@ -48,12 +49,11 @@ class Servers:
     def address(self) -> str:
         return ",".join(server.address for server in self.by_number.values())
 
-    @property
-    def are_all_there(self) -> bool:
-        return sorted(map(mode, self.by_number.values())) == ["follower", "follower", "leader"]
+    def modes(self) -> dict[int, str]:
+        return {number: mode(server) for number, server in self.by_number.items()}
 
     def wait_for_all(self) -> None:
-        wait_until(lambda: self.are_all_there)
+        wait_until(lambda: sorted(self.modes().values()) == ALL_THERE)
 
     def number_of(self, wanted: str) -> int:
         return next(number for number, server in self.by_number.items() if mode(server) == wanted)

@@ -153,6 +153,8 @@ def serve(channel: socket.socket) -> None:
     from metamq.broker.__main__ import main
 
     gc.freeze()
+    for number in CLOCK_JUMPS_S:
+        signal.signal(number, _jump)
     loop, children = select.poll(), dict[int, tuple[int, int]]()
     loop.register(channel, select.POLLIN)
     while True:
@@ -201,8 +203,6 @@ def _become_broker(main: Callable[[], int], environment: dict[str, str], given: 
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = COMMAND[2:]
-        for number in CLOCK_JUMPS_S:
-            signal.signal(number, _jump)
         status = main()
     except BaseException:  # as Python does at the end of a process: the loop of the zygote must not go on in its fork
         traceback.print_exc()

@@ -134,6 +134,11 @@ class Membership:
         """The size of `insync`, in a fast way: every append reads it."""
         return 1 + sum([stage in _IN_ZOOKEEPER for stage in self._stages.values()])
 
+    @property
+    def is_alone_in_zookeeper(self) -> bool:
+        """True if ZooKeeper has no other member, nor can have one by a request that was made before."""
+        return all(stage is Stage.JOINING for stage in self._stages.values())
+
     def stage(self, member: Member) -> Stage | None:
         """Returns the stage of a slave; None: OUT."""
         return self._stages.get(member)

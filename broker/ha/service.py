@@ -73,10 +73,12 @@ class HAService:
         *,
         change: Callable[[Change], Awaitable[int | None]],
         read: Callable[[], Awaitable[StateAt]],
+        may_ask: Callable[[], bool],
         deposed: Callable[[], None],
         failed: Callable[[Partition, MetamqError], None],
     ) -> None:
-        """`change` returns the new version, or None if it was refused, and raises ConnectError if no answer came.
+        """`change` returns the new version, or None if it was refused, and raises ConnectError if no answer came. It is
+        called only while `may_ask` returns True: a request that ZooKeeper does not answer may have an effect later.
 
         `failed` is called with a partition whose log cannot be read.
         """
@@ -94,6 +96,7 @@ class HAService:
         self._topics = topics
         self._change = change
         self._read = read
+        self._may_ask = may_ask
         self._deposed = deposed
         self.failed = failed
         self._ended = asyncio.Event()
@@ -168,6 +171,11 @@ class HAService:
     def alone(self) -> bool:
         """True if no other acknowledgement is required. Then only the lease shows that this is still the master."""
         return not self._required
+
+    @property
+    def nobody_can_take_over(self) -> bool:
+        """True if no other replica is in the in-sync set: none can be promoted without an accepted loss."""
+        return self.membership.is_alone_in_zookeeper
 
     # -- links --------------------------------------------------------------------------------------------------------
 
@@ -411,7 +419,7 @@ class HAService:
             self._members_changed()
 
     def _change_soon(self) -> None:
-        if self._changing is None and not self.closed:
+        if self._changing is None and not self.closed and self._may_ask():
             change = self.membership.ask()
             if change is not None:
                 self._members_changed()

@@ -4,7 +4,7 @@ start   lock the data folder → bind the port → wait for ZooKeeper → read t
         master under a new epoch → serve → register the topics. No client can find a broker before recovery ends.
 run     Topics follow their configuration. After a lost session the broker becomes master and registers again. Without
         ZooKeeper the broker serves readers; it serves producers, too, if it never had a slave, else until its lease
-        ends.
+        ends, and for `alone_lease_s` longer if no slave is in sync.
 stop    withdraw from ZooKeeper → stop accepting → answer unanswered requests → flush → close the logs cleanly.
 fail    After the first failed write or fsync the broker acknowledges nothing more, logs the reason, and ends with
         status 1. The content of the disk is unknown then, so the broker flushes nothing and closes no log cleanly;

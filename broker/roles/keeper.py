@@ -36,6 +36,7 @@ from metamq.zk.cluster.epochs import KnownState, taken_back
 from metamq.zk.cluster.offers import register_slave_topics, register_topics
 from metamq.zk.cluster.replicas import Refused, Unknown, change_insync, had_slaves, register_slave, slaves_of, take_over
 from metamq.zk.session.lease import Lease
+from metamq.zk.session.session import SessionState
 from metamq.zk.session.watches import OneWatch
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class RoleKeeper:
         """The session generation and the incarnation with which this replica is registered."""
         self._taken: tuple[tuple[int, int], int] | None = None
         """The next `_registered`, and the epoch, if this replica has an epoch in ZooKeeper that it has not begun."""
-        self._lease = Lease(session, self._is_own_epoch)
+        self._lease = Lease(session, self._is_own_epoch, self.look_again)
         self._has_others = False
         """True if there may be another replica to promote, running or not."""
         self._mastership: Mastership | None = None
@@ -106,9 +107,9 @@ class RoleKeeper:
         self._following: asyncio.Task[None] | None = None
         self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
         self.successor = Successor(config, session, topics, status, registration, self.promote, self.look_again)
-        topics.opened = self._opened
-        topics.closing = self._closing
-        topics.flush_changed = self._flush_changed
+        topics.opened = lambda partition: status.role.opened(partition)
+        topics.closing = lambda partition: status.role.closing(partition)
+        topics.flush_changed = lambda partition: status.role.flush_changed(partition)
         topics.damaged = self._damaged
 
     def _registration(self) -> Registration:
@@ -276,7 +277,8 @@ class RoleKeeper:
             (mastership.state, mastership.version),
             change=self._change,
             read=self._read,
-            deposed=self.look_again,
+            may_ask=self._zookeeper_answers,
+            deposed=self._lease.refute,
             failed=self._log_failed,
         )
         self._taken = None  # from here on the replica may answer clients in this epoch
@@ -469,10 +471,16 @@ class RoleKeeper:
     # -- callbacks of the parts ---------------------------------------------------------------------------------------
 
     def _may_believe(self) -> bool:
-        """Returns True if no other replica can be the master, by the clocks; or if there never was another replica."""
+        """Returns True if no other replica can be the master, by the clocks; or only by an accepted loss."""
+        return not self._has_others or self._lease.valid(self._longer_s())
+
+    def _longer_s(self) -> float:
         role = self._status.role
-        is_alone = isinstance(role, MasterRole) and role.service.alone
-        return not self._has_others or self._lease.valid(self._config.alone_lease_s if is_alone else 0.0)
+        is_alone = isinstance(role, MasterRole) and role.service.nobody_can_take_over
+        return self._config.alone_lease_s if is_alone else 0.0
+
+    def _zookeeper_answers(self) -> bool:
+        return self._session.state is SessionState.CONNECTED and self._lease.valid()
 
     async def _is_own_epoch(self) -> bool:
         """Returns False if this master does not find its epoch in the state, or finds an older state than it knows."""
@@ -483,7 +491,6 @@ class RoleKeeper:
             stored = await read_state(self._session, self._registration().broker_id)
             if stored is not None and stored[0].epoch == role.epoch and stored[1] >= version:
                 return True
-        self.look_again()
         return False
 
     async def _change(self, change: Change) -> int | None:
@@ -528,33 +535,9 @@ class RoleKeeper:
         else:
             self._failed(error)
 
-    def _opened(self, partition: Partition) -> None:
-        role = self._status.role
-        if isinstance(role, MasterRole):
-            role.service.opened(partition)
-        elif isinstance(role, SlaveRole | WaitingRole):
-            partition.freeze()
-            role.link.opened(partition)
-
     def _damaged(self) -> None:
-        role = self._status.role
-        if isinstance(role, MasterRole):
-            role.service.damaged()
+        self._status.role.damaged()
         self.look_again()
-
-    def _closing(self, partition: Partition) -> None:
-        role = self._status.role
-        if isinstance(role, MasterRole):
-            role.service.closed_partition(partition)
-        elif isinstance(role, SlaveRole | WaitingRole):
-            role.link.closed(partition)
-
-    def _flush_changed(self, partition: Partition) -> None:
-        role = self._status.role
-        if isinstance(role, MasterRole):
-            role.service.flush_changed(partition)
-        elif isinstance(role, SlaveRole | WaitingRole) and partition.flushes_before_ack:
-            role.link.flushes_now(partition)
 
     def readiness(self) -> str:
         """Returns the reason why clients are not fully served; empty: they are."""
@@ -568,8 +551,10 @@ class RoleKeeper:
         over_s = self._lease.over_s()
         if over_s is None:
             return ""
-        refuses = role.kind is RoleKind.MASTER and not self._may_believe()
-        means = "writes are refused" if refuses else "whether this replica is registered is not known"
+        means = "whether this replica is registered is not known"
+        if role.kind is RoleKind.MASTER and self._has_others:
+            left_s = self._longer_s() - over_s
+            means = f"writes are taken for {left_s:.0f} s more" if self._may_believe() else "writes are refused"
         return f"ZooKeeper does not answer, and the lease ended {over_s:.0f} s ago: {means}"
 
     def say_goodbye(self) -> None:

@@ -63,6 +63,18 @@ class BetweenRoles:
         """See MasterRole.preferred_replica."""
         return -1
 
+    def opened(self, partition: Partition) -> None:
+        """Notes that a partition was opened."""
+
+    def closing(self, partition: Partition) -> None:
+        """Notes that a partition is closed: ZooKeeper does not list it any more."""
+
+    def flush_changed(self, partition: Partition) -> None:
+        """Notes that acknowledgements of a partition count differently: when held, or when flushed."""
+
+    def damaged(self) -> None:
+        """Notes that a log is damaged here."""
+
     def statistics(self) -> dict[str, Any]:
         """The figures of this role alone. Any thread."""
         return {}
@@ -97,6 +109,22 @@ class MasterRole:
         is_far = 0 < far_bytes < behind_bytes
         return self.service.slave_beyond(partition, position + far_bytes // 2) if is_far else -1
 
+    def opened(self, partition: Partition) -> None:
+        """See BetweenRoles.opened."""
+        self.service.opened(partition)
+
+    def closing(self, partition: Partition) -> None:
+        """See BetweenRoles.closing."""
+        self.service.closed_partition(partition)
+
+    def flush_changed(self, partition: Partition) -> None:
+        """See BetweenRoles.flush_changed."""
+        self.service.flush_changed(partition)
+
+    def damaged(self) -> None:
+        """See BetweenRoles.damaged."""
+        self.service.damaged()
+
     def statistics(self) -> dict[str, Any]:
         """The figures of this role alone. Any thread."""
         return self.service.statistics()
@@ -121,6 +149,23 @@ class _LinkedRole:
         behind_bytes = partition.log.stable_position - position
         master = self.link.master
         return master.replica if master is not None and behind_bytes <= far_bytes // 2 else -1
+
+    def opened(self, partition: Partition) -> None:
+        """See BetweenRoles.opened."""
+        partition.freeze()
+        self.link.opened(partition)
+
+    def closing(self, partition: Partition) -> None:
+        """See BetweenRoles.closing."""
+        self.link.closed(partition)
+
+    def flush_changed(self, partition: Partition) -> None:
+        """See BetweenRoles.flush_changed."""
+        if partition.flushes_before_ack:
+            self.link.flushes_now(partition)
+
+    def damaged(self) -> None:
+        """See BetweenRoles.damaged."""
 
     def statistics(self) -> dict[str, Any]:
         """The figures of this role alone. Any thread."""

@@ -87,9 +87,42 @@ def test_it_holds_while_the_server_answers_and_ends_before_the_session_does(
     asyncio.run(main())
 
 
-def test_a_longer_one_ends_later_and_not_with_the_session_but_with_the_lease_itself(
-    victim: EmbeddedZooKeeper, until: Until
-) -> None:
+def test_a_longer_one_outlives_its_session_and_ends_at_a_refutation(servers: str, until: Until, expire: Expire) -> None:
+    holds, refuted = True, 0
+
+    async def confirm() -> bool:
+        return holds
+
+    def count() -> None:
+        nonlocal refuted
+        refuted += 1
+
+    async def main() -> None:
+        nonlocal holds
+        async with await Session.open(servers) as session, Lease(session, confirm, count) as lease:
+            await until(lease.valid)
+            lost: list[tuple[bool, bool]] = []
+            session.on_state(
+                lambda state: lost.append((lease.valid(), lease.valid(60))) if state is SessionState.LOST else None
+            )
+            await asyncio.to_thread(expire, session)
+            await until(lambda: session.generation == 2)
+            assert lost == [(False, True)]
+            await until(lease.valid)
+            assert refuted == 0
+            holds = False
+            await until(lambda: refuted and not lease.valid())
+            assert not lease.valid(60)
+            holds = True
+            await until(lease.valid)
+            lease.refute()
+            assert lease.valid(), "the caller's own evidence ends the longer one only"
+        assert not lease.valid(60)
+
+    asyncio.run(main())
+
+
+def test_a_longer_one_ends_with_its_time(victim: EmbeddedZooKeeper, until: Until) -> None:
     async def main() -> None:
         async with await Session.open(victim.address, timeout_ms=1_500) as session, Lease(session) as lease:
             await until(lease.valid)
@@ -97,13 +130,9 @@ def test_a_longer_one_ends_later_and_not_with_the_session_but_with_the_lease_its
             await until(lambda: not lease.valid())
             last = lease._grant
             assert last is not None
-            assert lease.valid(3600)
             await until(lambda: not lease.valid(0.5))
             assert now_ns() >= last.end_ns + 500 * MS
             victim.thaw()
-            await until(lambda: session.generation == 2 or lease.valid())
-            assert lease.valid(3600)
-        assert not lease.valid(3600)
 
     asyncio.run(main())
 

@@ -127,12 +127,13 @@ async def become_master(session: Session, registration: Registration, claims: It
     master_path, state_path = paths.master(registration.broker_id), paths.broker_state(registration.broker_id)
     patience, claims = Patience(session, registration), list(claims)
     while True:
-        # In this order: a replica that has just taken over is in both nodes, and must not be waited for.
-        there = await session.get_or_none(master_path)
         stored = await read_state(session, registration.broker_id)
         state = next_term(stored, registration, claims)
+        there = await session.get_or_none(master_path)
         if there is not None and not is_ours(there, session, registration):
-            await patience.wait(master_path, there, "master")
+            # Without a second look it could wait for a replica that took over after the first one.
+            if stored == await read_state(session, registration.broker_id):
+                await patience.wait(master_path, there, "master")
             continue
         await session.ensure(paths.broker(registration.broker_id))
         operations: list[Op] = []

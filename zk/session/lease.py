@@ -75,12 +75,23 @@ class Lease:
     `valid`, `over_s` and `remaining_ms` cost a clock reading, and any thread may call them. After LOST the lease is
     invalid until the next session exists and has answered. A caller that registered something must compare
     `session.generation`.
+
+    A caller may use the lease longer while it knows that no other process can take its place. Such a *longer lease*
+    does not need the session. It ends at once if an answer of ZooKeeper, or the caller, refutes the conditions.
     """
 
-    def __init__(self, session: Session, confirm: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """`confirm` checks the other conditions for a renewal of the lease; it may raise ConnectionLost."""
+    def __init__(
+        self,
+        session: Session,
+        confirm: Callable[[], Awaitable[bool]] | None = None,
+        refuted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`confirm` checks the other conditions for a renewal of the lease; it may raise ConnectionLost. `refuted` is
+        called when it returns False, and by refute()."""
         self._session = session
         self._confirm = confirm
+        self._refuted = refuted
+        self._is_refuted = False
         self._grant: LeaseGrant | None = None
         self._beginning = 0
         """Number of calls of begin_again()."""
@@ -90,17 +101,26 @@ class Lease:
     def valid(self, longer_s: float = 0.0) -> bool:
         """True if the session lives and the confirmed conditions hold, as far as clocks can show.
 
-        True `longer_s` longer, even if the session is lost: for a caller whose registration nobody else can take.
+        `longer_s` is the length of a longer lease, in seconds; 0 is none.
         """
         if self._remaining_ns() > 0:
             return True
-        return longer_s > 0 and self._grant is not None and now_ns() < self._grant.end_ns + longer_s * 1e9
+        grant = self._grant
+        if grant is None or longer_s == 0 or self._is_refuted:
+            return False
+        return now_ns() < grant.end_ns + longer_s * 1e9
+
+    def refute(self) -> None:
+        """Ends a longer lease: the conditions may not hold any more. The lease itself is not renewed until they do."""
+        self._is_refuted = True
+        self._refuted()
 
     def over_s(self) -> float | None:
         """Seconds since it became invalid; None while it is valid."""
+        grant = self._grant
         if self.valid():
             return None
-        return 0.0 if self._grant is None else max((now_ns() - self._grant.end_ns) / 1e9, 0.0)
+        return 0.0 if grant is None else max((now_ns() - grant.end_ns) / 1e9, 0.0)
 
     def remaining_ms(self) -> int:
         """Milliseconds for which it is still valid, rounded down; 0 if it is not."""
@@ -175,5 +195,8 @@ class Lease:
         beginning = self._beginning
         await self._session.sync()
         is_confirmed = self._confirm is None or await self._confirm()
-        if is_confirmed and beginning == self._beginning:
+        if not is_confirmed:
+            self.refute()
+        elif beginning == self._beginning:
             self._grant = renewed(self._grant, LeaseGrant(generation, sent_ns, timeout_ms))
+            self._is_refuted = False

@@ -24,7 +24,7 @@ from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests import zygote
 from tests.broker.ha.chaos_storage import NO_ROOM, SCRUB, TAKEN_BACK, WAITED, StorageFaults, temporary_disk
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group
-from tests.ensemble import Servers
+from tests.ensemble import ALL_THERE, Servers
 from tests.network import Network, Way
 from tests.parts import statistics, wait_until
 
@@ -185,7 +185,7 @@ class Chaos:
             "master killed": self.kill_master,
             "slave killed": self.kill_slave,
             **({"master stopped": self.stop_master} if self._is_auto else asked),
-            "clock jumped": self.jump_clock,
+            **({"clock jumped": self.jump_clock} if BrokerProcess.popen is zygote.popen else {}),
             "frozen": self.freeze_any,
             "master frozen": self.freeze_master,
             "connections broken": self.break_,
@@ -280,7 +280,7 @@ class Chaos:
     def jump_clock(self) -> None:
         """The wall clock of one replica, by an hour."""
         responsive = self._responsive()
-        if responsive and BrokerProcess.popen is zygote.popen:
+        if responsive:
             self._did("clock jumped")
             pid = self.group.replicas[self.random.choice(responsive)].pid
             os.kill(pid, self.random.choice(list(zygote.CLOCK_JUMPS_S)))
@@ -370,9 +370,10 @@ class Chaos:
         """One server at a time."""
         servers = self.group.ensemble
         assert servers is not None
-        if "ZooKeeper" in self._passing or not servers.are_all_there:
+        modes = servers.modes()
+        if "ZooKeeper" in self._passing or sorted(modes.values()) != ALL_THERE:
             return
-        server = servers.by_number[servers.number_of(mode)]
+        server = servers.by_number[next(number for number, found in modes.items() if found == mode)]
         self._did(f"ZooKeeper's {mode} {what}")
         if what == "killed":
             server.kill()

@@ -54,7 +54,7 @@ class Load:
         self.other = Given(f"the other reader of {topic}", may_change=losses)
         self.group = Given(f"the group of {topic}", may_change=losses)
         self.served: dict[str, float] = {}
-        """By partition, when a message was acknowledged first after it was cleared."""
+        """By partition, when a message was acknowledged first that was sent after this was replaced."""
         self._told: list[list[dict[bytes, Place]]] = []
         """By period and producer, what was acknowledged that was sent in it."""
         self._producers = producers
@@ -144,6 +144,7 @@ class Load:
             while not self._sent_enough.wait(chance.uniform(*PAUSE_S)):
                 sent = []
                 acknowledged = self._told[-1][name]  # what is sent from here on
+                served = self.served
                 for _ in range(BURST):
                     value = b"%d-%d" % (name, number)
                     sent.append((value, producer.send(self.topic, value, partition=f"0-{number % PARTITIONS}")))
@@ -152,7 +153,7 @@ class Load:
                     with contextlib.suppress(MetamqError):
                         receipt = delivery.result(70)
                         acknowledged[value] = (receipt.partition, receipt.offset)
-                        self.served.setdefault(receipt.partition, time.monotonic())
+                        served.setdefault(receipt.partition, time.monotonic())
 
     def _read(self, given: Given, read_from: Literal["any", "master"]) -> None:
         """Reads all of it as it comes, without a group. Whoever is strict about it is told of losses by an error."""

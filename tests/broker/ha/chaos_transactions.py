@@ -20,6 +20,8 @@ LOCAL, TWO_PHASE = 2, 2
 TIMEOUT_S = 20.0
 PREPARED_S = 3.0
 """A transaction waits so long for its decision at most."""
+END_S = 180.0
+"""A decision must be carried out within this time, through all faults."""
 PAUSE_S = (0.0, 0.2)
 
 
@@ -30,6 +32,8 @@ class Transactions:
         self.topic = topic
         self.outcomes: dict[bytes, str] = {}
         """What a client was told, by the value of the transaction's messages."""
+        self.decided: Counter[str] = Counter()
+        """How many in two phases ended so."""
         self.lost: list[str] = []
         """Prepared transactions that were not there any more."""
         self._partitions = [f"0-{number}" for number in range(partitions)]
@@ -40,7 +44,7 @@ class Transactions:
         works = [self._send_local] * LOCAL + [self._send_in_two_phases] * TWO_PHASE
         self._threads = [self._start(work, number, random.Random(seed + number)) for number, work in enumerate(works)]
         for _ in works:
-            self._opened.acquire(timeout=60)
+            assert self._opened.acquire(timeout=60), f"a producer does not start: {self._errors}"
 
     def _start(
         self, work: Callable[[Producer[bytes], bytes, random.Random], None], name: int, chance: random.Random
@@ -56,7 +60,7 @@ class Transactions:
             except BaseException as error:
                 self._errors.append(error)
 
-        thread = threading.Thread(target=run, name=f"transactions {name}")
+        thread = threading.Thread(target=run, name=f"transactions {name}", daemon=True)
         thread.start()
         return thread
 
@@ -84,9 +88,12 @@ class Transactions:
             self._enough.wait(chance.uniform(0, PREPARED_S))
         wants_commit = is_prepared and chance.random() < 0.7
         end = producer.tpc_commit if wants_commit else producer.tpc_rollback
+        deadline = time.monotonic() + END_S
         while not self._has_ended(end, value):
+            assert time.monotonic() < deadline, f"{value!r} does not end"
             time.sleep(0.2)
         self.outcomes[value] = COMMITTED if wants_commit else ROLLED_BACK
+        self.decided[self.outcomes[value]] += 1
 
     def _has_ended(self, end: Callable[[], None], value: bytes) -> bool:
         """Returns True if the brokers have carried out the decision."""
@@ -123,4 +130,8 @@ class Transactions:
 
     def figures(self) -> str:
         """How many there were, by outcome."""
-        return f"{self.topic}: " + ", ".join(f"{n:,} {what}" for what, n in Counter(self.outcomes.values()).items())
+        counts = Counter(self.outcomes.values())
+        in_two_phases = " and ".join(f"{n:,} {what}" for what, n in self.decided.items())
+        return (
+            f"{self.topic}: {', '.join(f'{n:,} {what}' for what, n in counts.items())}; in two phases {in_two_phases}"
+        )

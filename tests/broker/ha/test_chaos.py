@@ -52,11 +52,12 @@ def survive(group: NetworkedGroup, report: Report, rounds: Sequence[Round], *, i
     chaos = Chaos(group, seed, is_auto=is_auto)
     losses_are_accepted = any(one.losses_s for one in rounds)
     loads = begin(group, seed, losses=losses_are_accepted)
-    # A loss takes transactions back, too.
-    transactions = None if losses_are_accepted else Transactions(TRANSACTIONS, PARTITIONS, group.zookeeper, seed)
+    transactions: Transactions | None = None
     chaos.storage.zookeeper_goes_back += [load.group.zookeeper_goes_back for load in loads]
     logs: dict[str, Logs] = {}
     try:
+        if not losses_are_accepted:  # a loss takes transactions back, too
+            transactions = Transactions(TRANSACTIONS, PARTITIONS, group.zookeeper, seed)
         for number, one in enumerate(rounds):
             report(f"after the last fault all partitions were served in {go_through(chaos, loads, one):.1f} s")
             for load in loads:
@@ -80,7 +81,10 @@ def survive(group: NetworkedGroup, report: Report, rounds: Sequence[Round], *, i
     if transactions is not None:
         report(transactions.figures())
         assert wrong_transactions(group, transactions) == []
-        assert transactions.outcomes
+        assert all(transactions.decided[outcome] for outcome in (COMMITTED, ROLLED_BACK)), "both decisions"
+        assert list(transactions.outcomes.values()).count(COMMITTED) > transactions.decided[COMMITTED], (
+            "local ones, too"
+        )
     assert chaos.storage.lost_topics() == []
     group.wait_equal(*range(REPLICAS))
     return Outcome(chaos, losses)
@@ -113,7 +117,7 @@ def go_through(chaos: Chaos, loads: Sequence[Load], one: Round) -> float:
     chaos.run(one.without_s, is_enough=lambda: one.losses_s or not chaos.missing)
     ended = time.monotonic()
     for load in loads:
-        load.served.clear()
+        load.served = {}
     chaos.healed()
     assert chaos.group.state().generation - chaos.storage.accepted == generation, "a loss that nobody accepted"
     wait_until(lambda: all(len(load.served) == PARTITIONS for load in loads), what="acknowledgements everywhere")

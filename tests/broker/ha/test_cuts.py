@@ -20,7 +20,7 @@ from tests.parts import SLOW_S, read_topic, statistics, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 LEASE_S = SESSION_MS / 1000 * 2 / 3
-ALONE_S = 3.0
+ALONE_S = 6.0
 TO_SLAVE = Way(party(0), party(1))
 TO_ZOOKEEPER = Way(party(0), ZOOKEEPER)
 
@@ -183,6 +183,31 @@ def test_a_master_that_was_alone_when_it_started_has_a_lease_all_the_same(group:
         assert [one for one in puts.acknowledged if one.sent_at > longer_until] == []
         assert any(one.sent_at > lease_over_at for one in puts.acknowledged), "the longer lease"
         assert {type(one.error) for one in puts.refused} == {Fenced}
+    group.wait_equal(0, 1)
+
+
+@pytest.mark.slow
+def test_a_slave_that_comes_back_while_zookeeper_is_away_ends_no_writes(group: NetworkedGroup) -> None:
+    """It was not in sync when the outage began: until ZooKeeper is back, it cannot be promoted."""
+    configs = a_topic_of_each_kind(group, "back")
+    master = group.replicas[0]
+    group.network.cut(TO_SLAVE, TO_SLAVE.back)
+    group.wait_insync(0)
+    zookeeper = group.cluster.zookeeper_server
+    with DirectPuts(master, configs["sync"]) as sync, DirectPuts(master, configs["async"]) as async_:
+        wait_until(lambda: sync.acknowledged and async_.acknowledged, what="acknowledgements before")
+        zookeeper.freeze()
+        try:
+            lease_over_at = time.monotonic() + LEASE_S
+            wait_until(lambda: async_.acknowledged[-1].sent_at > lease_over_at, what="the longer lease")
+            group.network.heal(TO_SLAVE, TO_SLAVE.back, broken=True)
+            wait_until(lambda: [one["stage"] for one in group.replication(0)["slaves"]] == ["joining"], what="a joiner")
+            joined_at = time.monotonic()
+            for puts in (sync, async_):
+                wait_until(lambda puts=puts: puts.acknowledged[-1].sent_at > joined_at)  # type: ignore[misc]
+        finally:
+            zookeeper.thaw()
+        group.wait_insync(0, 1)
     group.wait_equal(0, 1)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from metamq import Admin
 from metamq.testing import BrokerProcess, Cluster, cluster
 from tests.parts import SLOW_S, http_get, wait_until
 
@@ -30,6 +31,10 @@ def is_ready(broker: BrokerProcess) -> bool:
         if before == readiness(broker)[0]:
             assert metric == (before == 200)
             return metric
+
+
+def in_sync(admin: Admin) -> int:
+    return sum(one.in_sync for one in admin.replicas()[0].replicas)
 
 
 @pytest.mark.slow
@@ -62,6 +67,24 @@ def test_a_lone_broker_is_not_ready_while_its_lease_is_over_and_takes_writes(par
             assert readiness(parts.broker)[1].endswith("whether this replica is registered is not known\n")
             assert producer.send("t", b"1").result(SLOW_S).offset == 1
             assert not is_ready(parts.broker)
+        finally:
+            parts.zookeeper_server.thaw()
+        wait_until(lambda: is_ready(parts.broker))
+
+
+@pytest.mark.slow
+def test_a_master_without_a_slave_in_sync_says_for_how_long_it_takes_writes(parts: Cluster) -> None:
+    slave = parts.add_slave()
+    with parts.admin() as admin, parts.producer(delivery_timeout_s=SLOW_S) as producer:
+        producer.send("t", b"0").result(SLOW_S)
+        wait_until(lambda: in_sync(admin) == 2, what="a slave in sync")
+        slave.kill()
+        wait_until(lambda: in_sync(admin) == 1, what="a master alone in the in-sync set")
+        parts.zookeeper_server.freeze()
+        try:
+            wait_until(lambda: "s ago: writes are taken for" in readiness(parts.broker)[1])
+            producer.send("t", b"1").result(SLOW_S)
+            assert "s ago: writes are taken for" in readiness(parts.broker)[1]
         finally:
             parts.zookeeper_server.thaw()
         wait_until(lambda: is_ready(parts.broker))
