@@ -183,37 +183,6 @@ def test_a_slave_that_joins_and_acknowledges_nothing_holds_writes_up_for_the_lag
         asyncio.run(scenario(make))
 
 
-def test_without_zookeeper_a_slave_joins_and_is_not_asked_for(tmp_path: Path) -> None:
-    """A request without an answer might have an effect later: then the slave could be promoted."""
-
-    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
-        master = await make()
-        slave = Slave(master.service)
-        slave.attach()
-        master.append()
-        await turns()
-        assert master.service.nobody_can_take_over
-        master.may_ask = False
-        slave.acknowledges(0)
-        master.append()
-        await turns()
-        slave.acknowledges(slave.sent_seq)
-        master.after(0)
-        await turns()
-        assert (master.asked, master.stable) == ([], 2), "its acknowledgement counts"
-        assert not master.service.alone
-        assert master.service.nobody_can_take_over
-        master.answers.clear()
-        master.may_ask = True
-        master.after(0)
-        await turns()
-        assert [change.members for change in master.asked] == [{(0, 1), (1, 7)}]
-        assert not master.service.nobody_can_take_over
-
-    with a_master(tmp_path) as (_, make):
-        asyncio.run(scenario(make))
-
-
 def test_under_constant_load_a_slave_joins_that_was_let_go_before(tmp_path: Path) -> None:
     """It is never up to the log's end; that it keeps up is enough."""
 
