@@ -44,7 +44,8 @@ class Network:
         self._pids = pids
         self._elsewhere = elsewhere
         self._loop = asyncio.new_event_loop()
-        self._servers: list[asyncio.Server] = []
+        self._listens: dict[tuple[str, int], Callable[[], Coroutine[Any, Any, asyncio.Server]]] = {}
+        self._servers: dict[tuple[str, int], asyncio.Server] = {}
         self._cut: set[Way] = set()
         self._delays_s: dict[Way, float] = {}
         self._passable = asyncio.Event()
@@ -63,7 +64,7 @@ class Network:
     def line(self, party: str, host: str, port: int, target_host: str = "127.0.0.1") -> str:
         """Who connects to host:port from now on is connected to the party, on the same port; returns the address."""
 
-        async def listen() -> None:
+        async def listen() -> asyncio.Server:
             async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 task = asyncio.current_task()
                 assert task is not None
@@ -72,10 +73,29 @@ class Network:
                 with contextlib.suppress(asyncio.CancelledError, OSError):
                     await self._serve(party, target_host, port, reader, writer)
 
-            self._servers.append(await asyncio.start_server(accept, host, port, backlog=256))
+            return await asyncio.start_server(accept, host, port, backlog=256)
 
-        self._call(listen())
+        self._listens[host, port] = listen
+        self.accept(host, port)
         return f"{host}:{port}"
+
+    def refuse(self, host: str, port: int) -> None:
+        """New connections to the line are refused, as by a machine where no process listens."""
+
+        async def refuse() -> None:
+            if (server := self._servers.pop((host, port), None)) is not None:
+                server.close()
+
+        self._call(refuse())
+
+    def accept(self, host: str, port: int) -> None:
+        """Ends refuse()."""
+
+        async def accept() -> None:
+            if (host, port) not in self._servers:
+                self._servers[host, port] = await self._listens[host, port]()
+
+        self._call(accept())
 
     def cut(self, *ways: Way) -> None:
         """Nothing goes these ways until they are healed."""
@@ -125,7 +145,7 @@ class Network:
         """Ends everything."""
 
         async def close() -> None:
-            for server in self._servers:
+            for server in self._servers.values():
                 server.close()
             for task in list(self._tasks):
                 task.cancel()

@@ -5,7 +5,9 @@ start   lock the data folder → bind the port → wait for ZooKeeper → read t
 run     Topics follow their configuration. After a lost session the broker becomes master and registers again. Without
         ZooKeeper the broker serves readers; it serves producers, too, if it never had a slave, else until its lease
         ends, and for `alone_lease_s` longer if no slave is in sync.
-stop    withdraw from ZooKeeper → stop accepting → answer unanswered requests → flush → close the logs cleanly.
+stop    hand over to a slave → refuse writes → answer the waiting ones → stop accepting → withdraw from ZooKeeper →
+        close the logs cleanly. A slave takes a refused connection for the end of the process: so the broker accepts
+        connections until it acknowledges nothing more.
 fail    After the first failed write or fsync the broker acknowledges nothing more, logs the reason, and ends with
         status 1. The content of the disk is unknown then, so the broker flushes nothing and closes no log cleanly;
         recovery examines the logs.
@@ -430,14 +432,16 @@ class Broker:
             await self._parts.keeper.successor.resign()
         self._ready_reason = "stopping"
         self._parts.status.stopping = Fenced(f"broker {self.config.id}", "it is stopping")
+        if self.failure is None:
+            await self._drain()
+        for partition in self._topics.partitions():
+            partition.fail_waiting(self._parts.status.stopping.with_unknown_outcome())
         self._acceptor.close()
         self._parts.keeper.say_goodbye()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._session.close()
-        if self.failure is None:
-            await self._drain()
         await self._parts.keeper.close()
         self._parts.door.slices.close()
         clean = self._topics.close(ClosedError("broker"), clean=self.failure is None)

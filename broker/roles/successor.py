@@ -151,7 +151,7 @@ class Successor:
         self._see(failover, now)
         if not isinstance(role, SlaveRole) or not failover.is_on:
             self._gone_since = self._in_sync_since = self.decision = None
-            return None
+            return await self._leave_damage(role) if isinstance(role, MasterRole) else None
         gone = await self._why_gone(broker_id, role.link)
         if not gone:
             self._gone_since, self.published = None, UNPUBLISHED
@@ -284,23 +284,38 @@ class Successor:
         change = partial(with_loss, was=registration.replica, epoch=given_up.epoch, lost=lost[:GIVEN_UP_CHARS_MAX])
         self._in_background(self._change_list(change, f"the loss of {lost}"))
 
-    # -- a master that stops ------------------------------------------------------------------------------------------
+    # -- a master that leaves its place --------------------------------------------------------------------------------
 
     async def resign(self) -> None:
-        """Asks an in-sync slave to take over from this master. Returns when a slave has taken over, or none will."""
-        role, registration, failover = self._status.role, self._registration(), self._failover
-        if not isinstance(role, MasterRole) or role.service.alone or not failover.is_on:
+        """Asks an in-sync slave to take over from this master, which stops. Returns when one has, or none will."""
+        role, registration = self._status.role, self._registration()
+        if not isinstance(role, MasterRole) or role.service.alone or not self._failover.is_on:
             return
         asked = Promote(False, f"replica {registration.replica} stops", master_stops=True, epoch=role.epoch)
         try:
             async with asyncio.timeout(RESIGN_S):
-                slaves = await slaves_of(self._session, registration.broker_id)
-                ready = [slave for slave in slaves if _member(slave) in role.service.membership.insync]
-                for slave in sorted(ready, key=lambda one: (one.replica != failover.preferred, one.replica)):
-                    if await self._asked(slave, asked):
-                        return
+                await self._ask_slaves(role, asked)
         except (TimeoutError, MetamqError) as error:  # the broker stops in any case
             log.warning("%s stops without a successor: %s", registration, error or "no slave answered in time")
+
+    async def _leave_damage(self, role: MasterRole) -> float | None:
+        """Asks an in-sync slave to take over if a log is damaged here: only a slave repairs its logs.
+
+        Returns the seconds after which to ask again.
+        """
+        if not self._failover.is_on or role.service.alone or not self._topics.damage():
+            return None
+        asked = Promote(False, f"a log is damaged at replica {self._registration().replica}", epoch=role.epoch)
+        return None if await self._ask_slaves(role, asked) else HAND_OVER_AGAIN_S
+
+    async def _ask_slaves(self, role: MasterRole, asked: Promote) -> bool:
+        """Asks the in-sync slaves one after the other, the preferred one first. Returns True if one has taken over."""
+        slaves = await slaves_of(self._session, self._registration().broker_id)
+        ready = [slave for slave in slaves if _member(slave) in role.service.membership.insync]
+        for slave in sorted(ready, key=lambda one: (one.replica != self._failover.preferred, one.replica)):
+            if await self._asked(slave, asked):
+                return True
+        return False
 
     async def _asked(self, slave: BrokerAddress, asked: Promote) -> bool:
         try:

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from metamq.zk.cluster.failover import Failover
 
 HEADINGS = [
-    "BROKER", "REPLICA", "ROLE", "STATE", "ADDRESS", "IN SYNC", "MESSAGES BEHIND", "BYTES", "SECONDS", "EPOCH"
+    "BROKER", "REPLICA", "ROLE", "STATE", "ADDRESS", "IN SYNC", "MESSAGES BEHIND", "BYTES", "SECONDS", "EPOCH",
+    "IF THE MASTER ENDS",
 ]  # fmt: skip
 WAIT_HINT = "`metamq ha status` shows each replica. With --broker the command waits for one broker only."
 
@@ -67,8 +68,9 @@ def status(broker_id: int | None, output: str) -> int:
 
     STATE is up, down (not registered), silent (a registered master that left two requests unanswered), or catching up
     (a slave that copies data, with an estimate by its speed of the last second). IN SYNC is the value in ZooKeeper,
-    even for a replica that is down. If there are faults, the command prints them and their repair on standard error,
-    and the exit status is 1. It does not show a replica that is neither in sync nor running.
+    even for a replica that is down. IF THE MASTER ENDS shows the replica that takes over by itself, or why none does.
+    If there are faults, the command prints them and their repair on standard error, and the exit status is 1. It does
+    not show a replica that is neither in sync nor running.
 
     \b
     metamq ha status
@@ -109,7 +111,14 @@ def _row(broker: BrokerReplicas, replica: ReplicaDescription) -> list[object]:
         None if replica.lag_bytes is None else show_bytes(replica.lag_bytes),
         None if replica.lag_ms is None else f"{replica.lag_ms / 1000:.1f}",
         str(broker.epoch),
+        _if_the_master_ends(broker, replica),
     ]
+
+
+def _if_the_master_ends(broker: BrokerReplicas, replica: ReplicaDescription) -> str | None:
+    if replica.replica == broker.successor:
+        return "takes over"
+    return f"no replica takes over: {broker.no_successor}" if replica.role == "master" and broker.no_successor else None
 
 
 @ha.command()

@@ -372,9 +372,11 @@ def test_the_asyncio_admin_promotes(pair: Pair) -> None:
 def test_failover_is_set_paused_and_shown_and_each_switch_is_in_the_history(ha: Metamq, pair: Pair) -> None:
     (before,) = ha("failover", "-o", "json").json
     assert (before["mode"], before["successor"], before["no_successor"]) == ("manual", None, "failover is manual")
+    assert "no replica takes over: failover is manual" in ha("status").text
     (auto,) = ha("failover", "--broker", 0, "auto", "--preferred", 1, "-o", "json").json
     assert (auto["mode"], auto["paused"], auto["preferred"], auto["no_successor"]) == ("auto", False, 1, "")
     assert auto["successor"] is not None
+    assert [line.endswith("takes over") for line in ha("status").text.splitlines()[1:]].count(True) == 1
     assert "paused" in ha("pause").text
     assert ha("failover", "-o", "json").json[0]["no_successor"] == "failover is paused"
     assert "auto" in ha("resume").text

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from metamq.broker.roles.succession import NO_PROCESS
 from metamq.errors import MetamqError
 from metamq.testing import BrokerProcess, Cluster
 from metamq.zk.server.embedded import EmbeddedZooKeeper
@@ -34,6 +35,11 @@ def party(number: int) -> str:
     return f"replica {number}"
 
 
+def advertised(number: int) -> str:
+    """The address of a replica's line."""
+    return f"127.0.0.{10 + number}"
+
+
 REPLICAS = 3
 CLIENT = "client"
 ZOOKEEPER = "zookeeper"
@@ -48,9 +54,15 @@ ALONE = "master cut off from its slaves, gone with what they lack"
 EXPIRED = "a replica's session expired"
 CUT = "a log cut at the point of agreement"
 BY_ITSELF = "a slave took over by itself"
+AT_ONCE = "a slave took over at once from a killed master"
+OF_DAMAGE = "a damaged master handed over"
 SAID = {EXPIRED: re.compile("the session expired"), CUT: re.compile(r"replica \d, .*: it is cut from offset")}
 """So a broker's log says it, the master's for what is cut."""
-SAID_IF_AUTO = {BY_ITSELF: re.compile(r"WARNING .* is the master instead of replica \d, after")}
+SAID_IF_AUTO = {
+    BY_ITSELF: re.compile(r"WARNING .* is the master instead of replica \d, after"),
+    AT_ONCE: re.compile(rf"is the master instead of replica \d, after .*{NO_PROCESS}"),
+}
+SAID_BY_CHANCE = {OF_DAMAGE: re.compile(r"is the master instead of replica \d, after .* a log is damaged")}
 LOST = "promoted, with a loss"
 IN_CALM = "promoted, nothing else amiss"
 ALIVE = "promoted amid faults, the master alive"
@@ -61,6 +73,7 @@ LEADS_TO = {
     ASKED_IN_CALM: {IN_CALM},
     ALONE: {CUT, DEAD},
     "cut off from ZooKeeper": {EXPIRED},
+    "master killed": {AT_ONCE, BY_ITSELF},
     TAKEN_BACK: {WAITED},
 }
 """What comes of actions, by chance."""
@@ -105,7 +118,7 @@ class NetworkedGroup(Group):
     def _add(self, made_by: type[BrokerProcess], settings: dict[str, object]) -> None:
         number = len(self.replicas)
         place = self.disk.folder if self.disk is not None and number == self._last else self.cluster.folder
-        folder, advertise = place / f"replica-{number}", f"127.0.0.{10 + number}"
+        folder, advertise = place / f"replica-{number}", advertised(number)
         replica = made_by(self.zookeeper, folder, 0, replica=number, advertise=advertise, **settings)
         self.replicas.append(replica)
         self.cluster.brokers.append(replica)
@@ -120,10 +133,16 @@ class NetworkedGroup(Group):
                 found[party(number)] = replica.pid
         return found
 
+    def end(self, number: int, how: Callable[[], object]) -> None:
+        """Ends a process. Then its machine refuses connections."""
+        how()
+        self.network.refuse(advertised(number), self.replicas[number].port)
+
     def start_again(self, number: int) -> None:
         """Starts what was killed. Nothing that happens here is a reason for a broker to end by itself."""
         replica = self.replicas[number]
         assert party(number) not in self.pids(), f"{party(number)} ended: {replica.log_path.read_text()[-2000:]}"
+        self.network.accept(advertised(number), replica.port)
         replica.start(wait=False)
 
     def close(self) -> None:
@@ -157,7 +176,7 @@ class Chaos:
     """Does something bad, again and again, and makes good what must be for the cluster to go on."""
 
     def __init__(self, group: NetworkedGroup, seed: int, *, is_auto: bool = False) -> None:
-        """`is_auto`: chaos promotes only after ZooKeeper was taken back, and for a damaged master."""
+        """`is_auto`: chaos promotes only after ZooKeeper was taken back, which an operator does."""
         self.group = group
         self._is_auto = is_auto
         self._said = {**SAID, **SAID_IF_AUTO} if is_auto else SAID
@@ -184,6 +203,7 @@ class Chaos:
         return {
             "master killed": self.kill_master,
             "slave killed": self.kill_slave,
+            "all killed": self.kill_all,
             **({"master stopped": self.stop_master} if self._is_auto else asked),
             **({"clock jumped": self.jump_clock} if BrokerProcess.popen is zygote.popen else {}),
             "frozen": self.freeze_any,
@@ -254,7 +274,7 @@ class Chaos:
     # -- processes ----------------------------------------------------------------------------------------------------
 
     def _kill(self, number: int) -> None:
-        self.group.replicas[number].kill()
+        self.group.end(number, self.group.replicas[number].kill)
         self.frozen.discard(number)
 
     def kill_master(self) -> None:
@@ -268,7 +288,7 @@ class Chaos:
         number = self.master()
         if number is not None:
             self._did("master stopped")
-            self.group.replicas[number].stop()
+            self.group.end(number, self.group.replicas[number].stop)
 
     def kill_slave(self) -> None:
         master = self.master()
@@ -284,6 +304,14 @@ class Chaos:
             self._did("clock jumped")
             pid = self.group.replicas[self.random.choice(responsive)].pid
             os.kill(pid, self.random.choice(list(zygote.CLOCK_JUMPS_S)))
+
+    def kill_all(self) -> None:
+        """One shortly after the other; they come back in any order."""
+        self._did("all killed")
+        for number in self.random.sample(range(REPLICAS), REPLICAS):
+            if self.group.replicas[number].running:
+                self._kill(number)
+                time.sleep(self.random.uniform(0, 0.5))
 
     def freeze_any(self) -> None:
         responsive = self._responsive()
@@ -490,7 +518,7 @@ class Chaos:
             if not self.group.replicas[number].running and self.random.random() < 0.6:
                 self.group.start_again(number)
         logs = [replica.log_path.read_text() for replica in self.group.replicas]
-        for what, said in self._said.items():
+        for what, said in (self._said | SAID_BY_CHANCE).items():
             self.seen[what] = sum(len(said.findall(log)) for log in logs)
 
     def repair(self) -> None:
@@ -500,7 +528,7 @@ class Chaos:
             if master is None:
                 wants_another = not self.storage.decide() and not self._is_auto and self.random.random() < 0.5
             else:
-                wants_another = statistics(self.group.replicas[master])["damaged_count"] > 0
+                wants_another = not self._is_auto and statistics(self.group.replicas[master])["damaged_count"] > 0
             if wants_another:
                 self.promote_any()
 

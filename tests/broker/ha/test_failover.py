@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from metamq.errors import ConfigError, ConnectError, Fenced
 from metamq.wire.commands import Command, Promote
 from metamq.zk.cluster.failover import Failover, Switch, change_failover
 from metamq.zk.session.session import Session
-from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, metrics, replica_group
+from tests.broker.ha.test_damage import damage, set_aside
+from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, metrics, replica_group, send
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, values_to_end, wait_until
 
@@ -85,7 +87,11 @@ def test_the_slave_takes_over_and_nothing_is_lost_or_doubled(group: Group, way: 
     former = group.replicas[0]
     end: Callable[[], object] = {"kill": former.kill, "freeze": former.freeze, "stop": former.stop}[way]
     with Traffic(group, topic) as traffic:
-        group.lose_master(end, 1) if way != "stop" else end()
+        if way == "stop":
+            end()
+            assert master(group) == 1, "it has handed over before it ended"
+        else:
+            group.lose_master(end, 1)
         wait_until(lambda: master(group) == 1, what="the switch")
         traffic.wait_for_more()
         former.thaw() if way == "freeze" else former.start()
@@ -283,6 +289,50 @@ def test_a_session_of_two_seconds() -> None:
             group.wait_insync(0, 1, master=1)
             traffic.wait_for_more()
         assert group.read(topic) == [b"%d" % number for number in range(traffic.acknowledged)]
+
+
+def test_a_master_that_stops_listens_as_long_as_it_may_acknowledge(group: Group) -> None:
+    """A slave takes a refused connection for the end of the process."""
+    topic = a_sync_topic(group, partitions=1)
+    slave, former = group.add_slave(), group.replicas[0]
+    group.wait_insync(0, 1)
+    with group.cluster.admin() as admin:
+        admin.set_failover(0, paused=True)  # else it hands over at once
+    with group.cluster.producer(linger_ms=0) as producer, ThreadPoolExecutor(1) as pool:
+        producer.send(topic, b"0").result(SLOW_S)
+        slave.freeze()
+        waiting = producer.send(topic, b"1")  # until the slave has left the in-sync set
+        wait_until(lambda: group.ends(0)[topic, 0][0] == 2, what="a stored message")
+        stopping = pool.submit(former.stop)
+        while not waiting.done():
+            socket.create_connection(("127.0.0.1", former.port), SLOW_S).close()
+            time.sleep(0.01)
+        assert waiting.result().offset == 1
+        assert stopping.result(SLOW_S) == 0
+    slave.thaw()
+
+
+def test_a_damaged_master_hands_over_and_is_repaired(group: Group) -> None:
+    topic = a_sync_topic(group, flush="ack", partitions=2)
+    group.add_slave()
+    group.wait_insync(0, 1)
+    values = send(group, topic, 100)
+    former = group.replicas[0]
+    with group.cluster.admin() as admin:
+        admin.set_failover(0, paused=True)  # it must be the master again, damaged, before it may hand over
+        former.kill()
+        damage(former)
+        former.start()
+        wait_until(lambda: group.replication(0)["role"] == "master", what="a master again")
+        group.wait_insync(0, 1)
+        admin.set_failover(0, paused=False)
+    wait_until(lambda: master(group) == 1, what="the switch")
+    wait_until(lambda: set_aside(former), what="the damaged log aside")
+    group.wait_insync(0, 1, master=1)
+    group.wait_equal(0, 1)
+    assert sorted(group.read(topic)) == sorted(values)
+    wait_until(lambda: switches(group), what="the list of switches")
+    assert switches(group)[-1].cause == "a log is damaged at replica 0"
 
 
 def test_a_rolling_restart_of_six_brokers_under_load() -> None:
