@@ -456,8 +456,8 @@ class RoleKeeper:
                     return False
                 client.follow(master)
                 await client.attempts.outcome(LINK_UP_S)
-                if not client.linked:
-                    return False
+            if not client.linked or client.epoch != state.epoch:  # a later master must not stop its writes for this
+                return False
             try:
                 await client.hand_over(HAND_OVER_MS)
                 return True

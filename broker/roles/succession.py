@@ -13,7 +13,8 @@ A master is gone if one of two things is known:
 - No process listens at its address, and its link has ended. The kernel of the master's machine says so (it refuses the
   connection), and a master listens until its process ends. So after a kill -9 no slave waits for the end of the
   session. An address that does not answer proves nothing: the master may be frozen, or the network cut. Then only the
-  session counts.
+  session counts. A refusal counts only in the epoch of the last link: it says nothing about a later master, nor about
+  the same replica after a restart.
 
 In the first case each candidate publishes the size of its logs in its node. All in-sync slaves have every message that
 was acknowledged on `sync` topics. On `async` topics the one with the most bytes gives up least, so it goes first; then
@@ -117,6 +118,16 @@ class StepDecision(NamedTuple):
     step: Step
     reason: str
     again_ms: int | None = None
+
+
+def why_gone(epoch: int, has_node: bool, link_epoch: int, is_refused: bool) -> str:
+    """Returns the reason to believe that the master of `epoch` is gone; empty: it is there.
+
+    `link_epoch`: the epoch of the last link to a master. `is_refused`: its address has refused connections since then.
+    """
+    if not has_node:
+        return SESSION_ENDED
+    return NO_PROCESS if is_refused and link_epoch == epoch else ""
 
 
 def decide(now: Situation) -> StepDecision:

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metamq.broker.roles.role import MasterRole, SlaveRole
 from metamq.broker.roles.succession import (
-    NO_PROCESS,
-    SESSION_ENDED,
     Candidate,
     Noticed,
     Situation,
@@ -26,6 +24,7 @@ from metamq.broker.roles.succession import (
     StepDecision,
     decide,
     off_reason,
+    why_gone,
 )
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, CorruptData, MetamqError, StorageError
@@ -48,7 +47,7 @@ from metamq.zk.session.watches import OneWatch
 if TYPE_CHECKING:
     from metamq.broker.config import BrokerConfig
     from metamq.broker.data.topics import Topics
-    from metamq.broker.ha.client import GivenUp, HAClient
+    from metamq.broker.ha.client import GivenUp
     from metamq.broker.roles.role import ReplicaStatus
     from metamq.zk.cluster.registrations import BrokerAddress, Registration
     from metamq.zk.session.session import Session
@@ -105,6 +104,8 @@ class Successor:
         self._watch = OneWatch(changed)
         self._failover = Failover()
         self._gone_since: float | None = None
+        self._gone_epoch = 0
+        """The epoch of the master that is gone since then."""
         self._in_sync_since: float | None = None
         self._seen: dict[int, float] | None = None
         """The epochs of automatic switches, and the loop's time of each; None: not read yet."""
@@ -152,14 +153,17 @@ class Successor:
         if not isinstance(role, SlaveRole) or not failover.is_on:
             self._gone_since = self._in_sync_since = self.decision = None
             return await self._leave_damage(role) if isinstance(role, MasterRole) else None
-        gone = await self._why_gone(broker_id, role.link)
-        if not gone:
-            self._gone_since, self.published = None, UNPUBLISHED
-        elif self._gone_since is None:
-            self._gone_since = now
         stored = await read_state(self._session, broker_id)
         if stored is None:
             return None
+        epoch = stored[0].epoch
+        # Read after the state: what it shows of a later master ends in a refused compare-and-set, and is not believed.
+        has_node = await master_of(self._session, broker_id) is not None
+        gone = why_gone(epoch, has_node, role.link.epoch, role.link.is_refused)
+        if not gone or epoch != self._gone_epoch:
+            self._gone_since, self.published = None, UNPUBLISHED
+        if gone and self._gone_since is None:
+            self._gone_since, self._gone_epoch = now, epoch
         is_in_sync = not gone and registration.member in stored[0].insync
         self._in_sync_since = (self._in_sync_since or now) if is_in_sync else None
         before = self.decision
@@ -167,11 +171,6 @@ class Successor:
         if gone and (before is None or before.reason != self.decision.reason):
             log.info("%s: %s: %s: %s", registration, gone, self.decision.step.value, self.decision.reason)
         return await self._carry_out(self.decision, stored[0])
-
-    async def _why_gone(self, broker_id: int, link: HAClient) -> str:
-        if await master_of(self._session, broker_id) is None:
-            return SESSION_ENDED
-        return NO_PROCESS if link.is_refused else ""
 
     async def _situation(
         self, failover: Failover, state: BrokerState, registration: Registration, gone: str, now: float

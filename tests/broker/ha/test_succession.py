@@ -25,6 +25,7 @@ from metamq.broker.roles.succession import (
     decide,
     pause_ms,
     ranking,
+    why_gone,
 )
 from metamq.broker.roles.successor import Successor
 from metamq.errors import MetamqError
@@ -33,6 +34,23 @@ from metamq.zk.cluster.failover import Failover
 
 STATE = BrokerState(epoch=17, master=0, insync=((0, 1), (1, 1), (2, 1)), generation=1)
 BOTH = (Candidate(1, 100), Candidate(2, 100))
+
+
+@pytest.mark.parametrize(
+    ("has_node", "link_epoch", "is_refused", "reason"),
+    [
+        (True, 17, False, ""),
+        (True, 17, True, NO_PROCESS),
+        (True, 16, True, ""),  # another master was refused, or this one before its restart
+        (True, 0, True, ""),
+        (False, 16, False, SESSION_ENDED),
+        (False, 17, True, SESSION_ENDED),
+    ],
+)
+def test_a_refusal_counts_only_in_the_epoch_of_the_link(
+    has_node: bool, link_epoch: int, is_refused: bool, reason: str
+) -> None:
+    assert why_gone(17, has_node, link_epoch, is_refused) == reason
 
 
 def situation(**changes: Any) -> Situation:
