@@ -14,13 +14,13 @@ from typing import Any
 from metamq.broker import __main__ as broker
 from metamq.broker.data.partition import Partition
 from metamq.broker.ha import handshake
-from metamq.broker.ha.client import HAClient
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.ha.handshake import Side, SyncDecision, SyncVerdict, decide
 from metamq.broker.ha.service import HAService
 from metamq.broker.roles import decide_role, keeper, successor
 from metamq.broker.roles.decide_role import RoleDecision, RoleKind
 from metamq.broker.roles.decide_role import decide_role as decide_properly
+from metamq.broker.roles.role import SlaveRole
 from metamq.broker.roles.succession import SESSION_ENDED, Situation, StepDecision
 from metamq.testing import BrokerProcess
 from metamq.zk.cluster import brokers, replicas
@@ -126,15 +126,19 @@ def with_member(state: BrokerState, member: Member) -> BrokerState:
 def takes_over_too_early() -> None:
     """A slave takes over as soon as its link has ended: the master's lease is not over."""
     step_properly = successor.Successor.step
+    is_linked = True
 
-    async def why_gone(_self: Any, _broker_id: int, link: HAClient) -> str:
-        return "" if link.linked else SESSION_ENDED
+    def why_gone(_epoch: int, _has_node: bool, _link_epoch: int, _is_refused: bool) -> str:
+        return "" if is_linked else SESSION_ENDED
 
     async def step(self: successor.Successor) -> float | None:
+        nonlocal is_linked
+        role = self._status.role
+        is_linked = not isinstance(role, SlaveRole) or role.link.linked
         await step_properly(self)
         return 0.2
 
-    successor.Successor._why_gone = why_gone  # type: ignore[method-assign]
+    successor.why_gone = why_gone
     successor.Successor.step = step  # type: ignore[method-assign]
 
 
