@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping
@@ -44,8 +45,9 @@ class Network:
         self._pids = pids
         self._elsewhere = elsewhere
         self._loop = asyncio.new_event_loop()
-        self._listens: dict[tuple[str, int], Callable[[], Coroutine[Any, Any, asyncio.Server]]] = {}
-        self._servers: dict[tuple[str, int], asyncio.Server] = {}
+        self._lines: dict[tuple[str, int], tuple[str, str]] = {}
+        """By host and port, the party and the host where it listens itself."""
+        self._listeners: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._cut: set[Way] = set()
         self._delays_s: dict[Way, float] = {}
         self._passable = asyncio.Event()
@@ -64,38 +66,44 @@ class Network:
     def line(self, party: str, host: str, port: int, target_host: str = "127.0.0.1") -> str:
         """Who connects to host:port from now on is connected to the party, on the same port; returns the address."""
 
-        async def listen() -> asyncio.Server:
-            async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                task = asyncio.current_task()
-                assert task is not None
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-                with contextlib.suppress(asyncio.CancelledError, OSError):
-                    await self._serve(party, target_host, port, reader, writer)
-
-            return await asyncio.start_server(accept, host, port, backlog=256)
-
-        self._listens[host, port] = listen
+        self._lines[host, port] = party, target_host
         self.accept(host, port)
         return f"{host}:{port}"
 
     def refuse(self, host: str, port: int) -> None:
         """New connections to the line are refused, as by a machine where no process listens."""
+        self._call(self._refuse(host, port))
 
-        async def refuse() -> None:
-            if (server := self._servers.pop((host, port), None)) is not None:
-                server.close()
-
-        self._call(refuse())
+    async def _refuse(self, host: str, port: int) -> None:
+        listener = self._listeners.pop((host, port), None)
+        if listener is not None:
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
 
     def accept(self, host: str, port: int) -> None:
         """Ends refuse()."""
 
         async def accept() -> None:
-            if (host, port) not in self._servers:
-                self._servers[host, port] = await self._listens[host, port]()
+            if (host, port) not in self._listeners:
+                listening = socket.create_server((host, port), backlog=256)
+                listening.setblocking(False)
+                self._listeners[host, port] = self._loop.create_task(self._listen(listening, host, port))
 
         self._call(accept())
+
+    async def _listen(self, listening: socket.socket, host: str, port: int) -> None:
+        party, target_host = self._lines[host, port]
+        with listening:
+            while True:
+                made, _ = await self._loop.sock_accept(listening)
+                task = self._loop.create_task(self._take(made, party, target_host, port))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _take(self, made: socket.socket, party: str, target_host: str, port: int) -> None:
+        with contextlib.suppress(asyncio.CancelledError, OSError):
+            reader, writer = await asyncio.open_connection(sock=made)
+            await self._serve(party, target_host, port, reader, writer)
 
     def cut(self, *ways: Way) -> None:
         """Nothing goes these ways until they are healed."""
@@ -145,8 +153,8 @@ class Network:
         """Ends everything."""
 
         async def close() -> None:
-            for server in self._servers.values():
-                server.close()
+            for place in list(self._listeners):
+                await self._refuse(*place)
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
