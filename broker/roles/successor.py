@@ -64,6 +64,8 @@ HAND_OVER_AGAIN_S = 60.0
 """Seconds until the preferred replica asks again for a hand-over that has failed: each attempt stops the writes."""
 RESIGN_S = 5.0
 """Seconds that a master that stops spends on its successor."""
+ASK_S = 2.0
+"""Seconds that a slave has for an answer, before the master asks the next one."""
 
 
 class Attempt(NamedTuple):
@@ -318,9 +320,9 @@ class Successor:
 
     async def _asked(self, slave: BrokerAddress, asked: Promote) -> bool:
         try:
-            connection = await BrokerConnection.open(slave.host, slave.port)
+            connection = await BrokerConnection.open(slave.host, slave.port, timeout_s=ASK_S)
             try:
-                await connection.request(Command.PROMOTE, asked, timeout_s=RESIGN_S)
+                await connection.request(Command.PROMOTE, asked, timeout_s=ASK_S)
             finally:
                 await connection.close()
         except MetamqError as error:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from metamq.client.net.blocking_connection import RECEIVE_BUFFER_BYTES, BlockingConnection
-from metamq.client.net.transport import WAKE_BYTES
+from metamq.client.net.transport import WAKE_BYTES, BrokerConnection
 from metamq.errors import ConnectError, Timeout
 from metamq.testing import BrokerProcess
 from metamq.wire.commands import Command
@@ -137,3 +137,15 @@ def test_each_host_is_tried() -> None:
     assert "127.0.0.1: " in failure.value.reason
     with pytest.raises(ConnectError, match="metamq doctor"):
         BlockingConnection.open("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_several_hosts_refuse_only_if_each_does(silent: bool) -> None:
+    """A slave takes the refusal of all hosts for the end of its master's process."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        if silent:  # it accepts, and never answers, as a frozen process
+            stack.enter_context(socket.create_server(("127.0.0.2", port)))
+        with pytest.raises(ConnectError) as failure:
+            asyncio.run(BrokerConnection.open("127.0.0.2,127.0.0.1", port))
+    assert isinstance(failure.value.__cause__, ConnectionRefusedError) is not silent

@@ -187,6 +187,27 @@ def test_a_master_that_was_alone_when_it_started_has_a_lease_all_the_same(group:
 
 
 @pytest.mark.slow
+def test_an_outage_of_zookeeper_within_the_lease_stops_no_writes(group: NetworkedGroup) -> None:
+    configs = a_topic_of_each_kind(group, "within")
+    zookeeper, lease_left_s = group.cluster.zookeeper_server, LEASE_S - SESSION_MS / 1000 / 6
+    master = group.replicas[0]
+    with DirectPuts(master, configs["sync"]) as sync, DirectPuts(master, configs["async"]) as async_:
+        wait_until(lambda: sync.acknowledged and async_.acknowledged, what="acknowledgements before")
+        frozen_at = time.monotonic()
+        zookeeper.freeze()
+        try:
+            for puts in (sync, async_):
+                wait_until(lambda puts=puts: puts.answers[-1].sent_at > frozen_at + lease_left_s / 2)  # type: ignore[misc]
+        finally:
+            zookeeper.thaw()
+        thawed_at = time.monotonic()
+        for puts in (sync, async_):
+            wait_until(lambda puts=puts: puts.acknowledged[-1].sent_at > thawed_at)  # type: ignore[misc]
+    for puts in (sync, async_):
+        assert [one for one in puts.refused if one.answered_at < frozen_at + lease_left_s] == []
+
+
+@pytest.mark.slow
 def test_a_slave_that_comes_back_while_zookeeper_is_away_ends_no_writes(group: NetworkedGroup) -> None:
     """It was not in sync when the outage began: until ZooKeeper is back, it cannot be promoted."""
     configs = a_topic_of_each_kind(group, "back")

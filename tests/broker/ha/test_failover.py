@@ -291,6 +291,16 @@ def test_a_session_of_two_seconds() -> None:
         assert group.read(topic) == [b"%d" % number for number in range(traffic.acknowledged)]
 
 
+def test_a_master_that_stops_asks_the_next_slave_if_one_is_frozen(group: Group) -> None:
+    a_sync_topic(group, partitions=1)
+    first, _second = group.add_slave(), group.add_slave()
+    group.wait_insync(0, 1, 2)
+    first.freeze()
+    group.replicas[0].stop()
+    first.thaw()
+    assert master(group) == 2
+
+
 def test_a_master_that_stops_listens_as_long_as_it_may_acknowledge(group: Group) -> None:
     """A slave takes a refused connection for the end of the process."""
     topic = a_sync_topic(group, partitions=1)
