@@ -99,6 +99,9 @@ class Network:
                 task = self._loop.create_task(self._take(made, party, target_host, port))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(
+                    lambda _task, made=made: made.close()
+                )  # also if it was cancelled before it began
 
     async def _take(self, made: socket.socket, party: str, target_host: str, port: int) -> None:
         with contextlib.suppress(asyncio.CancelledError, OSError):

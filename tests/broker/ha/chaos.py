@@ -231,8 +231,10 @@ class Chaos:
     @property
     def missing(self) -> set[str]:
         """What happens in a run that is long enough, and has not happened yet."""
-        kinds = {*self._actions(), SLAVES_READ, *self._said}
-        kinds |= set() if self._is_auto else {IN_CALM, ALIVE, DEAD}
+        kinds = {*self._actions(), *self._said}
+        kinds |= (
+            set() if self._is_auto else {SLAVES_READ, IN_CALM, ALIVE, DEAD}
+        )  # a failover is over before they are read
         kinds |= set() if self._accept_loss or self.group.ensemble is not None else {WAITED}
         return kinds - (+self.done).keys() - (+self.seen).keys()
 
