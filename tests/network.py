@@ -47,7 +47,7 @@ class Network:
         self._loop = asyncio.new_event_loop()
         self._lines: dict[tuple[str, int], tuple[str, str]] = {}
         """By host and port, the party and the host where it listens itself."""
-        self._listeners: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._listeners: dict[tuple[str, int], socket.socket] = {}
         self._cut: set[Way] = set()
         self._delays_s: dict[Way, float] = {}
         self._passable = asyncio.Event()
@@ -75,33 +75,30 @@ class Network:
         self._call(self._refuse(host, port))
 
     async def _refuse(self, host: str, port: int) -> None:
-        listener = self._listeners.pop((host, port), None)
-        if listener is not None:
-            listener.cancel()
-            await asyncio.gather(listener, return_exceptions=True)
+        listening = self._listeners.pop((host, port), None)
+        if listening is not None:
+            self._loop.remove_reader(listening)
+            listening.close()
 
     def accept(self, host: str, port: int) -> None:
         """Ends refuse()."""
 
         async def accept() -> None:
             if (host, port) not in self._listeners:
-                listening = socket.create_server((host, port), backlog=256)
+                listening = self._listeners[host, port] = socket.create_server((host, port), backlog=256)
                 listening.setblocking(False)
-                self._listeners[host, port] = self._loop.create_task(self._listen(listening, host, port))
+                self._loop.add_reader(listening, self._accepted, listening, port, *self._lines[host, port])
 
         self._call(accept())
 
-    async def _listen(self, listening: socket.socket, host: str, port: int) -> None:
-        party, target_host = self._lines[host, port]
-        with listening:
-            while True:
-                made, _ = await self._loop.sock_accept(listening)
-                task = self._loop.create_task(self._take(made, party, target_host, port))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-                task.add_done_callback(
-                    lambda _task, made=made: made.close()
-                )  # also if it was cancelled before it began
+    def _accepted(self, listening: socket.socket, port: int, party: str, target_host: str) -> None:
+        with contextlib.suppress(OSError):  # the client is gone already
+            made, _ = listening.accept()
+            made.setblocking(False)
+            task = self._loop.create_task(self._take(made, party, target_host, port))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _task: made.close())  # also if it was cancelled before it began
 
     async def _take(self, made: socket.socket, party: str, target_host: str, port: int) -> None:
         with contextlib.suppress(asyncio.CancelledError, OSError):
