@@ -19,7 +19,7 @@ COMMITTED, ROLLED_BACK, UNKNOWN = "committed", "rolled back", "unknown"
 LOCAL, TWO_PHASE = 2, 2
 TIMEOUT_S = 20.0
 PREPARED_S = 3.0
-"""A transaction waits so long for its decision at most."""
+"""The longest time between the preparation of a transaction and its decision."""
 END_S = 180.0
 """A decision must be carried out within this time, through all faults."""
 PAUSE_S = (0.0, 0.2)
@@ -120,7 +120,7 @@ class Transactions:
         found = Counter(values)
         whole = len(self._partitions)
         wrong = [f"{value!r} is there {count} times" for value, count in found.items() if count != whole]
-        wrong += [f"{value!r} is there, and nobody sent it" for value in found if value not in self.outcomes]
+        wrong += [f"{value!r} is there, and was not sent" for value in found if value not in self.outcomes]
         for value, outcome in self.outcomes.items():
             if outcome == COMMITTED and value not in found:
                 wrong.append(f"{value!r} was committed, and is not there")

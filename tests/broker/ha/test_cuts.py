@@ -73,6 +73,16 @@ def a_topic_of_each_kind(group: NetworkedGroup, name: str) -> dict[str, TopicCon
         return {kind: admin.describe_topic(f"{name}-{kind}").config for kind in kinds}
 
 
+def until_answered_after(puts: DirectPuts, at: float) -> None:
+    """Waits for the answer, of any kind, to a PUT that was sent after this time."""
+    wait_until(lambda: puts.answers[-1].sent_at > at)
+
+
+def until_acknowledged_after(puts: DirectPuts, at: float) -> None:
+    """Waits until a PUT is acknowledged that was sent after this time."""
+    wait_until(lambda: puts.acknowledged[-1].sent_at > at)
+
+
 def values_at(replica: BrokerProcess, config: TopicConfig) -> list[bytes]:
     """What readers see of a topic of one partition at a replica."""
     (messages,) = read_topic(replica, config.topic, config.id).values()
@@ -197,12 +207,12 @@ def test_an_outage_of_zookeeper_within_the_lease_stops_no_writes(group: Networke
         zookeeper.freeze()
         try:
             for puts in (sync, async_):
-                wait_until(lambda puts=puts: puts.answers[-1].sent_at > frozen_at + lease_left_s / 2)  # type: ignore[misc]
+                until_answered_after(puts, frozen_at + lease_left_s / 2)
         finally:
             zookeeper.thaw()
         thawed_at = time.monotonic()
         for puts in (sync, async_):
-            wait_until(lambda puts=puts: puts.acknowledged[-1].sent_at > thawed_at)  # type: ignore[misc]
+            until_acknowledged_after(puts, thawed_at)
     for puts in (sync, async_):
         assert [one for one in puts.refused if one.answered_at < frozen_at + lease_left_s] == []
 
@@ -225,7 +235,7 @@ def test_a_slave_that_comes_back_while_zookeeper_is_away_ends_no_writes(group: N
             wait_until(lambda: [one["stage"] for one in group.replication(0)["slaves"]] == ["joining"], what="a joiner")
             joined_at = time.monotonic()
             for puts in (sync, async_):
-                wait_until(lambda puts=puts: puts.acknowledged[-1].sent_at > joined_at)  # type: ignore[misc]
+                until_acknowledged_after(puts, joined_at)
         finally:
             zookeeper.thaw()
         group.wait_insync(0, 1)
