@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.parent import follow_parent
 from metamq.broker.process.server import run_broker
-from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.client.settings import cluster_access, load
 from metamq.errors import ConnectError, MetamqError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def main() -> int:
         follow_parent(sys.stdin.fileno())
     try:
         config = load(BrokerConfig, "broker", arguments={})
-        return run_broker(config, zookeeper_servers(None), root=zookeeper_root(None), ready=_ready)
+        return run_broker(config, cluster_access(None, None, None, None), ready=_ready)
     except ConnectError as error:
         print(error, file=sys.stderr)
         return 3

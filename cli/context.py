@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from metamq.cli.show.terminal import escaped
-from metamq.client.settings import CONFIG_FILE_VARIABLE, zookeeper_root, zookeeper_servers
+from metamq.client.settings import CONFIG_FILE_VARIABLE, ClusterAccess, cluster_access
 
 if TYPE_CHECKING:
     from metamq import Admin
@@ -37,13 +37,9 @@ class Globals:
     verbose: int = 0
     debug: bool = False
 
-    def servers(self) -> str:
-        """Returns ZooKeeper's address. Raises ConfigError."""
-        return zookeeper_servers(self.zookeeper, self.config)
-
-    def root_path(self) -> str:
-        """Returns the path of the cluster in ZooKeeper. Raises ConfigError."""
-        return zookeeper_root(self.root, self.config)
+    def access(self) -> ClusterAccess:
+        """Returns the way to the cluster. Raises ConfigError."""
+        return cluster_access(self.zookeeper, self.root, self.config, None)
 
     @property
     def config_file(self) -> str | None:
@@ -54,9 +50,9 @@ class Globals:
         """Returns the arguments of a Producer, Consumer or Admin. Raises the errors of look_for_cluster()."""
         import asyncio  # here, as all slow imports: `metamq --help` needs none
 
-        servers, root = self.servers(), self.root_path()
-        asyncio.run(look_for_cluster(servers, root))
-        return {"zookeeper": servers, "config": self.config, "root": root}
+        access = self.access()
+        asyncio.run(look_for_cluster(access))
+        return {**access._asdict(), "config": self.config}
 
     def admin(self) -> Admin:
         """Returns an open Admin. Raises ConfigError, ConnectError."""
@@ -83,7 +79,7 @@ def current() -> Globals:
     return found
 
 
-async def look_for_cluster(servers: str, root: str) -> None:
+async def look_for_cluster(access: ClusterAccess) -> None:
     """Checks that a cluster exists, before a command works on it: a wrong address or root must not look empty.
 
     Raises ConnectError if ZooKeeper does not answer, ConfigError if no broker was ever started at the root.
@@ -91,7 +87,7 @@ async def look_for_cluster(servers: str, root: str) -> None:
     from metamq.client.net.first_contact import open_session
     from metamq.zk.session.presence import missing_cluster
 
-    async with await open_session(servers, root=root, patient=False) as session:
+    async with await open_session(access, patient=False) as session:
         problem = await missing_cluster(session)
         if problem is not None:
             raise problem

@@ -82,11 +82,14 @@ def is_alive(pid: str) -> bool:
     return True
 
 
-def find_java_and_jars(signals: StopSignals) -> None:
-    """Finds Java and ZooKeeper's jars, and downloads missing jars. Raises as EmbeddedZooKeeper.start; Stopped."""
+def find_java_and_jars(signals: StopSignals, *, secure: bool = False) -> None:
+    """Finds Java and ZooKeeper's jars, with `secure` those for TLS, too, and downloads missing jars.
+
+    Raises as EmbeddedZooKeeper.start; Stopped.
+    """
     with download_progress() as progress, signals.at_once():
         find_java()
-        find_jars(progress)
+        find_jars(progress, secure=secure)
 
 
 def parse_memory(text: str) -> int:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from metamq.client.admin.admin_model import BrokerReplicas, ReplicaDescription
 
 WAIT_S = 0.2
+ROLE_CHANGE_S = 10.0
+"""Time for a former master to register as a slave. Until then it may run although it is not registered."""
 
 
 class ReportedWait:
@@ -98,18 +100,24 @@ def move(admin: Admin, broker_id: int, former: int, replica: int, waiting: Repor
     if _replica(admin, broker_id, former, waiting)[1] is None:
         say(f"ZooKeeper has nothing about replica {former} of broker {broker_id}: nothing is removed.")
         return
+    changes_until_s = 0.0
     while (one := _replica(admin, broker_id, former, waiting)[1]) is not None:
         wait_until_in_sync(admin, broker_id, replica, waiting)
         if one.role != "slave":  # the master, or a former one that waits
+            if one.address is not None:
+                changes_until_s = time.monotonic() + ROLE_CHANGE_S
             epoch = admin.promote(broker_id, replica)
             say(f"Replica {replica} is the master of broker {broker_id}, epoch {epoch}.")
             _prefer(admin, broker_id, former, replica)
-        elif one.address is None:
-            _remove(admin, broker_id, former, waiting)
-        else:
+        elif one.address is not None:
+            changes_until_s = 0.0
             why = f"replica {former} of broker {broker_id} is not needed any more; stop it, at {one.address}"
             waiting.report(why)
             waiting.pause(f"waiting for the end of replica {former}", why, "Stop it, and run the same command again.")
+        elif time.monotonic() < changes_until_s:
+            time.sleep(WAIT_S)
+        else:
+            _remove(admin, broker_id, former, waiting)
     say(f"Replica {former} of broker {broker_id} is removed. Replica {replica} has taken its place.")
 
 
@@ -138,5 +146,6 @@ def _replica(
 
 
 def _command(broker_id: int, replica: int) -> str:
-    where = f"--zookeeper {current().servers()} --root {current().root_path()} --host HOST --data FOLDER"
+    access = current().access()
+    where = f"--zookeeper {access.zookeeper} --root {access.root} --host HOST --data FOLDER"
     return f"`metamq broker --id {broker_id} --replica {replica} {where}`"

@@ -19,10 +19,11 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from metamq.client.checks import wrong_type
 from metamq.errors import ConfigError
+from metamq.security.config import SecurityConfig
 from metamq.words import measure
 from metamq.zk.paths import DEFAULT_ROOT
 
@@ -33,7 +34,7 @@ DEFAULT_ZOOKEEPER = "127.0.0.1:2181"
 CONFIG_FILE_VARIABLE = "METAMQ_CONFIG"
 ZOOKEEPER_VARIABLE = "METAMQ_ZOOKEEPER"
 ROOT_VARIABLE = "METAMQ_ROOT"
-SECTIONS = ("broker", "producer", "consumer")
+SECTIONS = ("broker", "producer", "consumer", "security")
 VARIABLES = (
     CONFIG_FILE_VARIABLE, ZOOKEEPER_VARIABLE, ROOT_VARIABLE, "METAMQ_JAVA", "METAMQ_ZOOKEEPER_JARS", "METAMQ_MAVEN",
     "METAMQ_ZOOKEEPER_MEMORY",
@@ -46,6 +47,35 @@ NEAR = 0.85
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
+
+
+class ClusterAccess(NamedTuple):
+    """The way to a cluster."""
+
+    zookeeper: str
+    """"host:port,host:port/chroot"."""
+    root: str = DEFAULT_ROOT
+    """The root znode of metamq."""
+    security: SecurityConfig = SecurityConfig()
+
+
+def cluster_access(
+    zookeeper: str | None, root: str | None, file: str | Path | None, security: SecurityConfig | None
+) -> ClusterAccess:
+    """Returns the way to a cluster: the arguments, the environment, the TOML file, or the defaults. Raises
+    ConfigError."""
+    return ClusterAccess(
+        zookeeper_servers(zookeeper, file), zookeeper_root(root, file), security_config(security, file)
+    )
+
+
+def security_config(given: SecurityConfig | None, file: str | Path | None = None) -> SecurityConfig:
+    """Returns the argument as it is, or the settings of [security] and METAMQ_SECURITY_... Raises ConfigError."""
+    if given is None:
+        return load(SecurityConfig, "security", file=file, arguments={})
+    if not isinstance(given, SecurityConfig):
+        raise wrong_type("`security`", "a metamq.SecurityConfig", given)
+    return given
 
 
 def load(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from metamq.client.model import ReceiptRange as ReceiptRange
     from metamq.client.offsets.offsets_database import DatabaseOffsets as DatabaseOffsets
     from metamq.client.offsets.offsets_file import FileOffsets as FileOffsets
+    from metamq.security.config import SecurityConfig as SecurityConfig
     from metamq.tx.app.producer import Producer as Producer
     from metamq.zk.cluster.topics import FlushEvery as FlushEvery
     from metamq.zk.partitions import TopicPartition as TopicPartition
@@ -44,6 +45,7 @@ _HOME = {
     "Receipt": "metamq.client.model",
     "ReceiptRange": "metamq.client.model",
     "Rollback": "metamq.client.consumer.retrying",
+    "SecurityConfig": "metamq.security.config",
     "TopicPartition": "metamq.zk.partitions",
 }
 
@@ -59,6 +61,7 @@ __all__ = [
     "Receipt",
     "ReceiptRange",
     "Rollback",
+    "SecurityConfig",
     "TopicPartition",
     "__version__",
     "aio",

@@ -7,6 +7,7 @@ from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message, Receipt, ReceiptRange
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.offsets.offsets_file import FileOffsets
+from metamq.security.config import SecurityConfig
 from metamq.tx.app.aio_producer import Producer
 from metamq.zk.cluster.topics import FlushEvery
 from metamq.zk.partitions import TopicPartition
@@ -23,5 +24,6 @@ __all__ = [
     "Receipt",
     "ReceiptRange",
     "Rollback",
+    "SecurityConfig",
     "TopicPartition",
 ]

@@ -2,7 +2,9 @@
 
     MetamqError
     ├── ConnectError              no server answers at an address, or the connection broke
-    │   └── UnsupportedVersion    the other side speaks another protocol version
+    │   ├── UnsupportedVersion    the other side speaks another protocol version
+    │   └── AuthenticationFailed  the other side does not accept the user, or its password or certificate
+    ├── NotAuthorized             the rules do not allow this client to do this
     ├── ProtocolError             the other side sent bytes that are not the protocol
     ├── ConfigError               a setting, name or argument is wrong
     │   ├── WrongType             an argument has the wrong type                  (also TypeError)
@@ -43,6 +45,7 @@ effect, and `unknown` if it may have taken effect. All errors can be pickled.
 from __future__ import annotations
 
 import copy
+import shlex
 from typing import Any, Literal, Self
 
 Outcome = Literal["not_done", "unknown"]
@@ -107,6 +110,28 @@ class UnsupportedVersion(ConnectError):
         super().__init__(address, reason, hint=f"Upgrade {older} to a metamq release that shares a version.")
         self.ours = ours
         self.theirs = theirs
+
+
+class AuthenticationFailed(ConnectError):
+    """The other side at `address` does not accept who this side is. A repetition fails in the same way."""
+
+    retriable = False
+    hint = "See METAMQ_SECURITY_USER and METAMQ_SECURITY_PASSWORD_FILE, and `metamq user list`."
+
+    def __init__(self, address: str, reason: str, *, hint: str | None = None) -> None:
+        super().__init__(address, reason, hint=hint)
+
+
+class NotAuthorized(MetamqError):
+    """`principal` does not have the `right` on `resource`, which may not even exist."""
+
+    def __init__(self, principal: str, right: str, resource: str, *, hint: str | None = None) -> None:
+        shown = " ".join(map(shlex.quote, (principal, right, resource)))
+        ways = f"`metamq acl explain {shown}` shows the rule that decides."
+        super().__init__(f"{principal!r} may not {right} {resource}", hint=ways if hint is None else hint)
+        self.principal = principal
+        self.right = right
+        self.resource = resource
 
 
 class ProtocolError(MetamqError):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 FILE_MODE = 0o640
 FOLDER_MODE = 0o750
+OWNER_MODE = 0o600
+"""The mode of a file with a private key."""
 _FOR_OTHERS = 0o027
 
 
@@ -22,6 +24,17 @@ def restrict_process() -> None:
 def opener(path: str, flags: int) -> int:
     """Opens a file for open(); a new file gets FILE_MODE."""
     return os.open(path, flags, FILE_MODE)
+
+
+def replace_file(path: Path, data: bytes, mode: int) -> None:
+    """Replaces a file as a whole: a reader sees the former data or the new data. Raises OSError."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:

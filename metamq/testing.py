@@ -22,10 +22,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import MetamqError, Timeout
+from metamq.security.config import SecurityConfig
 from metamq.zk.server.embedded import EmbeddedZooKeeper, freeze
 from metamq.zk.server.ports import HeldPort
 
@@ -37,6 +39,7 @@ __all__ = ["BrokerProcess", "Cluster", "cluster", "metamq_cluster"]
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
 LOG_CHARACTERS = 2000
+INSECURE = SecurityConfig()
 
 
 class BrokerProcess:
@@ -54,6 +57,8 @@ class BrokerProcess:
         self.http_port: int = 0
         self.log_path: Path = data.with_name(f"{data.name}.log")
         self._zookeeper = zookeeper
+        self.security = INSECURE
+        """Its security, from the next start on."""
         self.settings: dict[str, object] = {"disk_reserve_bytes": 64 * 1024 * 1024, "http_port": 0, **settings}
         self._process: subprocess.Popen[str] | None = None
 
@@ -67,6 +72,7 @@ class BrokerProcess:
         settings = {**self.settings, "id": self.broker_id, "data": self.data, "port": self.port}
         environment = {f"METAMQ_BROKER_{name.upper()}": str(value) for name, value in settings.items()}
         environment["METAMQ_ZOOKEEPER"] = self._zookeeper
+        environment |= {f"METAMQ_SECURITY_{name.upper()}": str(one) for name, one in asdict(self.security).items()}
         with self.log_path.open("a") as log:
             self._process = self.popen(
                 [*self.command, "--with-parent"],
@@ -170,9 +176,10 @@ class BrokerProcess:
 class Cluster:
     """A running ZooKeeper and its brokers. `zookeeper` is the address for clients."""
 
-    def __init__(self, zookeeper: EmbeddedZooKeeper | str, folder: Path) -> None:
+    def __init__(self, zookeeper: EmbeddedZooKeeper | str, folder: Path, security: SecurityConfig = INSECURE) -> None:
         self._zookeeper = zookeeper
         self.folder = folder
+        self.security = security
         self.brokers: list[BrokerProcess] = []
         self.slaves: list[BrokerProcess] = []
 
@@ -195,7 +202,9 @@ class Cluster:
     def add_broker(self, **settings: object) -> BrokerProcess:
         """Starts one more broker, with the next broker id."""
         broker_id = len(self.brokers)
-        broker = BrokerProcess(self.zookeeper, self.folder / f"broker-{broker_id}", broker_id, **settings)
+        data = self.folder / f"broker-{broker_id}"
+        broker = BrokerProcess(self.zookeeper, data, broker_id, **settings)
+        broker.security = self.security
         self.brokers.append(broker)
         broker.start()
         return broker
@@ -206,7 +215,9 @@ class Cluster:
         first = self.brokers[broker_id]
         number = 1 + sum(slave.broker_id == broker_id for slave in self.slaves)
         folder = first.data.with_name(f"{first.data.name}-replica-{number}")
-        slave = BrokerProcess(self.zookeeper, folder, broker_id, **{**first.settings, "replica": number, **settings})
+        merged = {**first.settings, "replica": number, **settings}
+        slave = BrokerProcess(self.zookeeper, folder, broker_id, **merged)
+        slave.security = self.security
         self.slaves.append(slave)
         slave.start()
         return slave
@@ -215,19 +226,21 @@ class Cluster:
         """Returns a Producer for this cluster."""
         from metamq import Producer
 
+        settings.setdefault("security", self.security)
         return Producer(self.zookeeper, **settings)
 
     def consumer(self, **settings: Any) -> Consumer[Any]:
         """Returns a Consumer for this cluster."""
         from metamq import Consumer
 
+        settings.setdefault("security", self.security)
         return Consumer(self.zookeeper, **settings)
 
     def admin(self) -> Admin:
         """Returns an Admin for this cluster."""
         from metamq import Admin
 
-        return Admin(self.zookeeper)
+        return Admin(self.zookeeper, security=self.security)
 
     def create_topic(self, topic: str, partitions: int = 4, **settings: Any) -> None:
         """Creates a topic and waits until it accepts messages."""
@@ -237,12 +250,18 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(
-    *, brokers: int = 1, folder: Path | None = None, zookeeper: str | None = None, **settings: object
+    *,
+    brokers: int = 1,
+    folder: Path | None = None,
+    zookeeper: str | None = None,
+    security: SecurityConfig = INSECURE,
+    **settings: object,
 ) -> Iterator[Cluster]:
     """Runs a cluster for a `with` block. `folder` keeps its data; by default the data is removed at the end.
 
     `zookeeper` is the address of a running server, best with a chroot of its own: "host:port/chroot". By default the
-    cluster starts a server. `settings` are the settings of metamq.broker.config.BrokerConfig, for all brokers.
+    cluster starts a server. `security` is that of brokers and clients. `settings` are the settings of
+    metamq.broker.config.BrokerConfig, for all brokers.
     """
     own = Path(tempfile.mkdtemp(prefix="metamq-")) if folder is None else None
     place = own or folder
@@ -250,8 +269,8 @@ def cluster(
     place.mkdir(parents=True, exist_ok=True)
     try:
         with contextlib.ExitStack() as stack:
-            server = zookeeper or stack.enter_context(EmbeddedZooKeeper(place / "zookeeper"))
-            running = Cluster(server, place)
+            server = zookeeper or stack.enter_context(EmbeddedZooKeeper(place / "zookeeper", security=security))
+            running = Cluster(server, place, security)
             try:
                 for _ in range(brokers):
                     running.add_broker(**settings)

@@ -108,7 +108,7 @@ class BatchReader(DataSourceReader):
         from metamq.spark_consumers.driver.cluster_view import ClusterView
         from metamq.spark_consumers.driver.planning import batch_ranges, tasks
 
-        with ClusterView(self._options.zookeeper, self._options.root) as view:
+        with ClusterView(self._options.access) as view:
             ranges = batch_ranges(view, self._options)
             return [RangePartition(task) for task in tasks(view, self._options, ranges)]
 

@@ -11,6 +11,7 @@ import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from metamq import testing
 from metamq.testing import Cluster
@@ -33,7 +34,7 @@ def new_chroot() -> str:
 
 
 @contextlib.contextmanager
-def cluster(*, brokers: int = 1, folder: Path | None = None, **settings: object) -> Iterator[Cluster]:
+def cluster(*, brokers: int = 1, folder: Path | None = None, **settings: Any) -> Iterator[Cluster]:
     """As metamq.testing.cluster."""
     with testing.cluster(brokers=brokers, folder=folder, zookeeper=new_chroot(), **settings) as running:
         yield running

@@ -20,6 +20,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.broker.process.server import Broker
 from metamq.client.net.paged_requests import ask_statistics
 from metamq.client.net.transport import BrokerConnection
+from metamq.client.settings import ClusterAccess
 from metamq.errors import ConnectError, DeliveryTimeout, MetamqError
 from metamq.testing import BrokerProcess
 from metamq.wire import status
@@ -309,7 +310,7 @@ class LocalBroker:
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
         try:
-            self.broker = Broker(self._config, self._zookeeper)
+            self.broker = Broker(self._config, ClusterAccess(self._zookeeper))
             await self.broker.start()
         except BaseException as error:
             self._problem = error

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 REPORTING = """
 def test_passes(report_figures):
@@ -33,6 +35,7 @@ def pytest_says(*arguments: str, **settings: str) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_figures_of_tests_that_pass_and_fail_are_shown_from_workers_too(tmp_path: Path) -> None:
     path = tmp_path / "test_it.py"
     path.write_text(REPORTING)
@@ -45,6 +48,7 @@ def test_figures_of_tests_that_pass_and_fail_are_shown_from_workers_too(tmp_path
             assert shown[at + 1] == f"  {figures}"
 
 
+@pytest.mark.slow
 def test_a_run_that_leaves_the_container_tests_out_says_so() -> None:
     line = "The container tests need a Docker engine, and are a run of their own: ./dev test --containers"
     all_there_are = "-o", "testpaths=tests/containers"
@@ -56,6 +60,7 @@ def test_a_run_that_leaves_the_container_tests_out_says_so() -> None:
     assert line not in pytest_says(*left_out, ENGINE_TEST)[1], "somebody knows what to run"
 
 
+@pytest.mark.slow
 def test_without_an_engine_container_tests_say_so_and_fail_where_nothing_else_was_asked_for() -> None:
     nowhere = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
     status, lines = pytest_says("-m", "containers", ENGINE_TEST, **nowhere)

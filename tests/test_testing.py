@@ -18,6 +18,7 @@ from metamq.zk.server.ports import free_port
 from tests.parts import gone, wait_until
 
 
+@pytest.mark.slow
 def test_a_broker_that_ended_by_itself_is_no_trouble_at_the_end() -> None:
     """An open pipe would fail this test with a ResourceWarning."""
     with cluster() as running:

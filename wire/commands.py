@@ -10,14 +10,14 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Any, NamedTuple
 
-from metamq.wire.limits import FOLLOWERS_MAX, REQUEST_ENTRIES_MAX, VERBS_MAX, AtMost
+from metamq.wire.limits import FOLLOWERS_MAX, MECHANISMS_MAX, REQUEST_ENTRIES_MAX, VERBS_MAX, AtMost
 
 
 class Command(enum.IntEnum):
     """The command of a request. The numbers from 11 on are reserved for administration."""
 
     HELLO = 1
-    AUTHENTICATE = 2  # the step after HELLO; no mechanism is defined yet, and brokers of this release refuse it
+    AUTHENTICATE = 2  # a login, between HELLO and all others
     PUT = 3
     GET = 4
     SYNC = 5  # replication: metamq.wire.sync
@@ -52,6 +52,22 @@ class HelloReply(NamedTuple):
     batch_bytes_max: int
     frame_bytes_max: int
     server: str
+    mechanisms: Annotated[list[str], AtMost(MECHANISMS_MAX)] = []  # noqa: RUF012
+    """The mechanisms of a login that the broker wants next; empty: it wants none."""
+
+
+class Authenticate(NamedTuple):
+    """One message of a login: metamq.security.login. The answer is an Authenticated."""
+
+    mechanism: str
+    data: bytes
+
+
+class Authenticated(NamedTuple):
+    """The broker's answer to a message of a login."""
+
+    data: bytes
+    is_done: bool
 
 
 class Promote(NamedTuple):

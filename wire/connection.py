@@ -2,6 +2,8 @@
 
     state      client                                    broker
     GREETING   hello() sent, HelloReply awaited          HELLO awaited, small frames only
+    LOGIN      AUTHENTICATE sent, its answer awaited     AUTHENTICATE awaited, small frames only; the state is left
+               (only if HelloReply has mechanisms)       out for a client whose identity is known
     OPEN       request() any number, responses in        requests in any number, respond() in any order
                any order
     STREAMING  a SYNC request was accepted: like OPEN, and either end may push SYNC frames
@@ -18,12 +20,19 @@ client and as a Request at the broker, and is not answered.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from metamq.errors import ClosedError, MessageTooLarge, MetamqError, ProtocolError, UnsupportedVersion
+from metamq.errors import (
+    AuthenticationFailed,
+    ClosedError,
+    MessageTooLarge,
+    MetamqError,
+    ProtocolError,
+    UnsupportedVersion,
+)
 from metamq.wire import status
-from metamq.wire.commands import Command, Hello, HelloReply
+from metamq.wire.commands import Authenticate, Authenticated, Command, Hello, HelloReply
 from metamq.wire.frames import Buffer, Frame, FrameReader, Packed, encode_frame
 from metamq.wire.headers import unpack
 from metamq.wire.limits import (
@@ -31,6 +40,7 @@ from metamq.wire.limits import (
     BATCH_TARGET_BYTES,
     FRAME_BYTES_MAX,
     HELLO_BYTES_MAX,
+    LOGIN_STEPS_MAX,
     PROTOCOL_VERSION_MAX,
     PROTOCOL_VERSION_MIN,
     UNPACKED_BYTES_MAX,
@@ -39,6 +49,8 @@ from metamq.wire.limits import (
 OPAQUE_MAX = 0xFFFFFFFF
 PUSHED = 0
 """The opaque of pushed frames, which have no request and no answer."""
+
+NO_USER = "Set METAMQ_SECURITY_USER and METAMQ_SECURITY_PASSWORD_FILE, or give a certificate."
 
 INITIAL_BYTES = 2 * BATCH_TARGET_BYTES
 """Bytes that a broker allocates ahead for the frame of a known client, before they arrive. It allocates twice as much
@@ -49,6 +61,7 @@ class ConnectionState(enum.Enum):
     """The phase of a connection."""
 
     GREETING = "greeting"
+    LOGIN = "login"
     OPEN = "open"
     STREAMING = "streaming"
     CLOSED = "closed"
@@ -87,6 +100,26 @@ AT_WORK = (ConnectionState.OPEN, ConnectionState.STREAMING)
 """The states in which requests are accepted."""
 
 
+class Login(Protocol):
+    """The client's end of a login: metamq.security.login.ClientLogin."""
+
+    def first(self, offered: Sequence[str]) -> tuple[str, bytes]:
+        """Returns the mechanism and the first message."""
+        ...
+
+    def next(self, data: bytes) -> bytes:
+        """Returns the message after the broker's; empty: the login is done."""
+        ...
+
+
+class LoginStep(NamedTuple):
+    """A message of a client's login, to be answered by login_answer() or login_refused()."""
+
+    opaque: int
+    mechanism: str
+    data: bytes
+
+
 class Greeted(NamedTuple):
     """The result of a HELLO: send `buffers`, then close the connection unless it was `accepted`."""
 
@@ -100,6 +133,11 @@ class ClientConnection:
     def __init__(self, address: str, client: str, allocate: Callable[[int], bytearray] = bytearray) -> None:
         """`allocate` returns memory for a large frame: see FrameReader."""
         self.state = ConnectionState.GREETING
+        self.login: Callable[[], Login | None] = lambda: None
+        """Returns the login if the broker asks for one; None: this client has no user."""
+        self._login: Login | None = None
+        self._mechanism = ""
+        self._outgoing: list[Buffer] = []
         self.address = address
         self.greeting: HelloReply | None = None
         self._client = client
@@ -123,6 +161,17 @@ class ClientConnection:
         assert self.state is ConnectionState.GREETING
         greeting = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX, self._client)
         return encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, 0, 0, greeting)
+
+    @property
+    def is_open(self) -> bool:
+        """True if requests can be sent."""
+        return self.state in AT_WORK
+
+    def outgoing(self) -> list[Buffer]:
+        """Returns the buffers of the login to send now, once. Call it after received(), until the connection is
+        open."""
+        found, self._outgoing = self._outgoing, []
+        return found
 
     def close(self) -> None:
         """Notes that the connection is closed; frees the received bytes."""
@@ -166,6 +215,8 @@ class ClientConnection:
                     yield self._response(frame)
                 elif self.state is ConnectionState.GREETING:
                     self._greeted(frame)
+                elif self.state is ConnectionState.LOGIN:
+                    self._logged_in(frame)
         except (MetamqError, GeneratorExit):
             self.close()
             raise
@@ -199,9 +250,47 @@ class ClientConnection:
             theirs = greeting.version, greeting.version
             raise UnsupportedVersion(self.address, (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX), theirs)
         self.greeting = greeting
+        if greeting.mechanisms:
+            self._begin_login(greeting.mechanisms)
+        else:
+            self._opened()
+
+    def _opened(self) -> None:
         self._reader.frame_bytes_max = FRAME_BYTES_MAX
         self._reader.trust()
         self.state = ConnectionState.OPEN
+
+    def _begin_login(self, offered: list[str]) -> None:
+        self._login = self.login()
+        if self._login is None:
+            raise AuthenticationFailed(self.address, "it asks for a user", hint=NO_USER)
+        self._mechanism, data = self._login.first(offered)
+        self.state = ConnectionState.LOGIN
+        self._send_login(data)
+
+    def _send_login(self, data: bytes) -> None:
+        assert self.greeting is not None
+        step = Authenticate(self._mechanism, data)
+        self._outgoing += encode_frame(self.greeting.version, Command.AUTHENTICATE, 0, 0, step)
+
+    def _logged_in(self, frame: Frame) -> None:
+        if frame.status != status.OK:
+            error = status.decode_error(frame.status, frame.header)
+            if isinstance(error, AuthenticationFailed):
+                reason = getattr(error, "reason", error.problem)  # the peer may leave a field out
+                raise AuthenticationFailed(self.address, reason, hint=error.hint)
+            raise error
+        if frame.command != Command.AUTHENTICATE:
+            raise ProtocolError(f"{self.address} answered AUTHENTICATE with command {frame.command}")
+        assert self._login is not None
+        answer = unpack(Authenticated, frame.header)
+        data = self._login.next(answer.data)
+        if answer.is_done != (not data):
+            raise ProtocolError(f"{self.address} ends the login at the wrong step")
+        if answer.is_done:
+            self._opened()
+        else:
+            self._send_login(data)
 
 
 def _version(fields: dict[str, Any], name: str) -> int:
@@ -221,6 +310,7 @@ class ServerConnection:
         self.peer = peer
         self.client = ""
         self._greeting = greeting
+        self._login_steps = 0
         self._reader = FrameReader(
             frame_bytes_max=HELLO_BYTES_MAX,
             buffer_bytes=16 * 1024,
@@ -230,7 +320,7 @@ class ServerConnection:
         )
         self.next_buffer = self._reader.next_buffer
 
-    def received(self, count: int) -> Iterator[Greeted | Request]:
+    def received(self, count: int) -> Iterator[Greeted | LoginStep | Request]:
         """The events that are complete after `count` more bytes.
 
         Raises ProtocolError on a broken frame, after the earlier events; the caller then sends `refusal(error)` and
@@ -245,6 +335,8 @@ class ServerConnection:
                     yield self._request(frame)
                 elif self.state is ConnectionState.GREETING:
                     yield self._greet(frame)
+                elif self.state is ConnectionState.LOGIN:
+                    yield self._login_step(frame)
         except (ProtocolError, GeneratorExit):
             self.close()
             raise
@@ -278,10 +370,39 @@ class ServerConnection:
         if version < max(hello.version_min, PROTOCOL_VERSION_MIN):
             return self._refuse_version(frame, hello)
         self._greeting = self._greeting._replace(version=version)
-        self._reader.frame_bytes_max = self._greeting.frame_bytes_max
-        self.state = ConnectionState.OPEN
+        if self._greeting.mechanisms:
+            self.state = ConnectionState.LOGIN
+        else:
+            self._opened()
         answer = encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, status.OK, frame.opaque, self._greeting)
         return Greeted(answer, accepted=True)
+
+    def _opened(self) -> None:
+        self._reader.frame_bytes_max = self._greeting.frame_bytes_max
+        self.state = ConnectionState.OPEN
+
+    def _login_step(self, frame: Frame) -> LoginStep:
+        if frame.command != Command.AUTHENTICATE:
+            raise ProtocolError(f"command {frame.command} came before the login")
+        self._login_steps += 1
+        if self._login_steps > LOGIN_STEPS_MAX:
+            raise ProtocolError(f"a login has at most {LOGIN_STEPS_MAX} messages")
+        step = unpack(Authenticate, self._request(frame).header)
+        return LoginStep(frame.opaque, step.mechanism, step.data)
+
+    def login_answer(self, step: LoginStep, data: bytes, *, is_done: bool) -> list[Buffer]:
+        """The buffers that answer a message of a login. With `is_done` requests are accepted from now on."""
+        assert self.state is ConnectionState.LOGIN
+        if is_done:
+            self._opened()
+        answer = Authenticated(data, is_done)
+        return encode_frame(self._greeting.version, Command.AUTHENTICATE, status.OK, step.opaque, answer)
+
+    def login_refused(self, step: LoginStep, error: AuthenticationFailed) -> list[Buffer]:
+        """The last buffers of a connection whose login fails."""
+        self.close()
+        number, fields = status.encode_error(error)
+        return encode_frame(self._greeting.version, Command.AUTHENTICATE, number, step.opaque, fields)
 
     def _refuse_version(self, frame: Frame, hello: Hello) -> Greeted:
         self.state = ConnectionState.CLOSED
@@ -318,7 +439,8 @@ class ServerConnection:
         version, limit = self._greeting.version, ANSWER_HEADER_BYTES_MAX
         return encode_frame(version, Command.SYNC, number, PUSHED, header, bodies, header_bytes_max=limit)
 
-    def refusal(self, error: ProtocolError) -> list[Buffer]:
+    @staticmethod
+    def refusal(error: ProtocolError) -> list[Buffer]:
         """The last buffers on a connection whose peer broke the protocol."""
         number, fields = status.encode_error(error)
         return encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, number, 0, fields)

@@ -29,7 +29,9 @@ _CHECKS: dict[Any, Check] = {
     int: _is(int),
     str: _is(str),
     bool: _is(bool),
+    bytes: _is(bytes),
     Any: lambda value: True,
+    list[str]: lambda value: isinstance(value, list) and {*map(type, value)} <= {str},
     list[int]: lambda value: isinstance(value, list) and {*map(type, value)} <= {int},
     list[tuple[int, int]]: lambda value: (
         isinstance(value, list)

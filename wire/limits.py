@@ -20,7 +20,13 @@ PROTOCOL_VERSION_MIN = 1
 PROTOCOL_VERSION_MAX = 1
 
 HELLO_BYTES_MAX = 4 * 1024
-"""Bytes of a frame before HELLO is done: an unknown peer cannot make a broker allocate more."""
+"""Bytes of a frame before HELLO and the login are done: an unknown peer cannot make a broker allocate more."""
+
+MECHANISMS_MAX = 8
+"""Mechanisms of a login that a broker offers."""
+
+LOGIN_STEPS_MAX = 4
+"""Messages of a client in one login."""
 
 HEADER_BYTES_MAX = 1024 * 1024
 """Bytes of a request's msgpack header. ENTRIES_TARGET partitions with the longest names take less than half of it."""

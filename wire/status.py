@@ -41,6 +41,8 @@ _NUMBERS: dict[int, type[MetamqError]] = {
     23: errors.BranchMisuse,
     24: errors.TryLater,
     25: errors.TooManyOpenFiles,
+    26: errors.AuthenticationFailed,
+    27: errors.NotAuthorized,
 }
 _BY_CLASS = {cls: number for number, cls in _NUMBERS.items()}
 _PLAIN = (str, int, float, bool, type(None))

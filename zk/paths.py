@@ -6,6 +6,7 @@
     /meta/brokers/topics-pub|topics-sub/<topic>/<broker id>-m|-s<replica>      ephemeral.
     /meta/config/topics/<topic>                                                persistent.
     /meta/config/topic-defaults                                                persistent.
+    /meta/security/users, rights                                               persistent.
     /meta/consumers/<group>/ids/<consumer>                                     ephemeral.
     /meta/consumers/<group>/plan                                               persistent.
     /meta/consumers/<group>/owners/<topic>/<partition>                         ephemeral.
@@ -78,6 +79,12 @@ class Paths:
 
     def topic_config(self, topic: str) -> str:
         return f"{self.topic_configs()}/{topic}"
+
+    def users(self) -> str:
+        return f"{self.root}/security/users"
+
+    def rights(self) -> str:
+        return f"{self.root}/security/rights"
 
     def groups(self) -> str:
         return f"{self.root}/consumers"

@@ -9,14 +9,23 @@ last descriptors of the process to the files of its logs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import socket
+import ssl
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from metamq.broker.log.disk.files import descriptors_max
 from metamq.client.net.transport import keep_alive
+from metamq.errors import ProtocolError
+from metamq.security.tls import HANDSHAKE_S, TLS_RECORD, tls_reason
+from metamq.wire.connection import ServerConnection
+
+if TYPE_CHECKING:
+    from metamq.security.tls import BrokerSecurity, FreshContext
 
 log = logging.getLogger("metamq.broker")
 
@@ -26,14 +35,22 @@ DESCRIPTORS_LEFT = 32
 AT_ONCE = 64
 """Connections accepted in one turn of the loop."""
 PAUSE_S = 0.2
+OPENING_MAX = 256
+"""Connections in the TLS handshake. It costs time and memory, and comes before all other limits."""
+SHUTDOWN_S = 5.0
+"""Seconds for the end of a TLS connection."""
+TLS_HINT = "Give the client the certificate of the cluster's authority: METAMQ_SECURITY_CA."
 
 
 class Acceptor:
     """Serves a bound socket until close(). `made` returns the protocol of a new connection."""
 
-    def __init__(self, listener: socket.socket, made: Callable[[], asyncio.BaseProtocol]) -> None:
+    def __init__(
+        self, listener: socket.socket, made: Callable[[], asyncio.BaseProtocol], security: BrokerSecurity | None = None
+    ) -> None:
         self._listener = listener
         self._made = made
+        self._tls = security.server if security is not None else None
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[object]] = set()
         self._paused: asyncio.TimerHandle | None = None
@@ -46,7 +63,7 @@ class Acceptor:
         for _ in range(AT_ONCE):
             try:
                 self._check_descriptors()
-                client, _address = self._listener.accept()
+                client, address = self._listener.accept()
             except BlockingIOError:  # the kernel's queue is empty
                 if self._is_failing:
                     self._is_failing = False
@@ -57,10 +74,13 @@ class Acceptor:
             except OSError as error:
                 self._pause(error)
                 return
+            if self._tls is not None and len(self._opening) >= OPENING_MAX:
+                client.close()
+                continue
             client.setblocking(False)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(client)
-            task: asyncio.Task[object] = self._loop.create_task(self._open(client))
+            task: asyncio.Task[object] = self._loop.create_task(self._open(client, address))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
 
@@ -71,12 +91,55 @@ class Acceptor:
         if lowest >= descriptors_max() - DESCRIPTORS_LEFT:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    async def _open(self, client: socket.socket) -> None:
+    async def _open(self, client: socket.socket, address: Any) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._made, client)
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(self._made, client)
+            else:
+                await self._open_with_tls(client, address, self._tls)
+        except ssl.SSLError as error:
+            log.info("%s:%d is refused: %s", *address[:2], tls_reason(error)[0])
+            client.close()
         except OSError as error:
             log.info("a connection was lost before it was served: %s", error)
             client.close()
+        except asyncio.CancelledError:
+            client.close()
+            raise
+
+    async def _open_with_tls(self, client: socket.socket, address: Any, tls: FreshContext) -> None:
+        """Begins TLS. A client that begins with other bytes gets the reason in its own protocol. Raises OSError."""
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                first = await self._first_byte(client)
+        except TimeoutError:
+            client.close()
+            return
+        if not first:
+            client.close()
+            return
+        if first != TLS_RECORD:
+            log.info("%s:%d is refused: it does not speak TLS", *address[:2])
+            refusal = ServerConnection.refusal(ProtocolError("this broker speaks only TLS", hint=TLS_HINT))
+            with contextlib.suppress(OSError):
+                client.send(b"".join(refusal))
+                client.shutdown(socket.SHUT_WR)
+                client.recv(64 * 1024)  # a close with unread bytes would take the reason back
+            client.close()
+            return
+        await self._loop.connect_accepted_socket(
+            self._made, client, ssl=tls.current(), ssl_handshake_timeout=HANDSHAKE_S, ssl_shutdown_timeout=SHUTDOWN_S
+        )
+
+    async def _first_byte(self, client: socket.socket) -> bytes:
+        """Returns the first byte, which stays unread; empty if the client has ended the stream. Raises OSError."""
+        arrived = asyncio.Event()
+        self._loop.add_reader(client.fileno(), arrived.set)
+        try:
+            await arrived.wait()
+        finally:
+            self._loop.remove_reader(client.fileno())
+        return client.recv(1, socket.MSG_PEEK)
 
     def _pause(self, error: OSError) -> None:
         if not self._is_failing:
@@ -103,3 +166,5 @@ class Acceptor:
         else:
             self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
+        for task in self._opening:
+            task.cancel()

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.broker.roles.role import MasterRole, ReplicaStatus, Role
 from metamq.errors import CorruptData, DiskFull, MessageTooLarge, MetamqError, ProtocolError, StorageError
+from metamq.security.rights import RECOVER, WRITE
 from metamq.tx.store.records import BodyPlace
 from metamq.wire import status
 from metamq.wire.batch import BatchHeader, check_from_producer
-from metamq.wire.commands import PutEntry, PutResult
+from metamq.wire.commands import PutEntry, PutResult, Tx
 from metamq.wire.compression import Codec
-from metamq.wire.headers import unpack_list
+from metamq.wire.headers import unpack, unpack_list
 from metamq.wire.outline import columns_problem
+from metamq.wire.xa import Verb
 
 if TYPE_CHECKING:
     from metamq.broker.data.data_folder import DataFolder
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from metamq.broker.front_door.statistics import Counters
     from metamq.broker.roles.role import ReplicaStatus
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
-    from metamq.broker.transactions.term import SessionConnection
+    from metamq.security.rights import Access
     from metamq.wire.commands import PutEntry
     from metamq.wire.connection import Request
     from metamq.zk.cluster.topics import TopicConfig
@@ -34,6 +36,8 @@ SINGLE_MESSAGE_OVERHEAD = 64
 """Bytes of the offsets and the padding in a batch of one message with all columns."""
 PROMISE_CHECKED_BYTES = 1024 * 1024
 """A larger promise needs a new look at the free space. A smaller one fits into the reserve until the next check."""
+OPERATORS_VERBS = frozenset({Verb.HEURISTIC_COMMIT, Verb.HEURISTIC_ROLLBACK})
+"""The verbs of `metamq tx`, which may end any branch."""
 
 
 class Admitted(NamedTuple):
@@ -147,6 +151,7 @@ class PutProcessor:
             batch = request.body[position : position + entry.size]
             position += entry.size
             try:
+                connection.access.check_topic(WRITE, entry.topic)
                 self._append(put, number, entry, batch)
             except MetamqError as error:
                 if isinstance(error, StorageError) and not error.retriable:
@@ -155,6 +160,7 @@ class PutProcessor:
 
     def _append(self, put: PendingPut, number: int, entry: PutEntry, batch: memoryview) -> None:
         master, partition, config, header = self.appends.admitted(entry, batch)
+        master.check_order(partition)
         appended = self.appends.store(master, partition, batch, header)
         put.stored(number, appended.base_offset, appended.time_us)
         master.transfer.when_acknowledged(partition, config, appended.end_offset, lambda error: put.done(number, error))
@@ -195,8 +201,21 @@ class TxProcessor:
     replica: ReplicaStatus
     transactions: TransactionalCommandProcessor
 
-    def tx(self, request: Request, connection: SessionConnection) -> None:
-        """Carries out a TX, unless this master is leaving. Raises Fenced, and as TransactionalCommandProcessor.tx()."""
+    def tx(self, request: Request, connection: BrokerProtocol) -> None:
+        """Carries out a TX, unless this master is leaving.
+
+        Raises Fenced, NotAuthorized, and as TransactionalCommandProcessor.tx().
+        """
+        if connection.access.is_limited:
+            _check_rights(unpack(Tx, request.header), connection.access)
         if (leaving := self.replica.leaving) is not None:
             raise leaving.with_traceback(None)
         self.transactions.tx(request, connection)
+
+
+def _check_rights(header: Tx, access: Access) -> None:
+    """Raises NotAuthorized for the first topic that the client may not write, and for a decision about a branch."""
+    if not OPERATORS_VERBS.isdisjoint(header.verbs):
+        access.check_cluster(RECOVER)
+    for entry in header.entries:
+        access.check_topic(WRITE, unpack(PutEntry, entry).topic)

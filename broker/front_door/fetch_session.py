@@ -165,7 +165,7 @@ class FetchSession:
     """Serves the GETs of one connection.
 
     `answer` sends a response. `writable` returns True if one may be sent now. `available_bytes` returns how many of the
-    wanted bytes the budget of answers allows.
+    wanted bytes the budget of answers allows. `refusal` returns the reason why a topic is not read, or None.
     """
 
     def __init__(
@@ -175,11 +175,13 @@ class FetchSession:
         writable: Callable[[], bool],
         loop: asyncio.AbstractEventLoop,
         available_bytes: Callable[[int], int] = lambda wanted: wanted,
+        refusal: Callable[[str], MetamqError | None] = lambda topic: None,
     ) -> None:
         self.role = role
         self._answer = answer
         self._writable = writable
         self._available_bytes = available_bytes
+        self._refusal = refusal
         self._loop = loop
         self._places: dict[int, _Place] = {}
         self._ready: dict[_Place, None] = {}
@@ -263,10 +265,24 @@ class FetchSession:
     def _look_up(self, place: _Place) -> None:
         """Finds the partition. A missing one is looked up again later: its topic may be new."""
         entry = place.entry
+        place.error = self._refusal(entry.topic)
+        if place.error is not None:
+            return
         try:
             place.partition, place.error = self.role.find(entry.topic, entry.topic_id, entry.partition), None
         except MetamqError as error:
             place.error = error.with_traceback(None)  # a traceback keeps the request in memory
+
+    def rights_changed(self) -> None:
+        """Ends the reading of partitions that may not be read any more, also in a parked poll."""
+        for place in self._places.values():
+            partition = place.partition
+            if partition is not None and (refusal := self._refusal(place.entry.topic)) is not None:
+                partition.readers.discard(place)
+                place.partition, place.error = None, refusal
+                place.checked, place.cuts = False, -1  # the log may have another epoch there when it is allowed again
+                if place.offset is not None:
+                    self.place_ready(place)
 
     def _close(self, place: _Place | None) -> None:
         if place is not None:

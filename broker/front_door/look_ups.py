@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 from metamq.broker.front_door.fetch_session import ReplicaReadRole, parted
 from metamq.broker.front_door.slices import SlicedWork, Slices
 from metamq.errors import MetamqError, Timeout
+from metamq.security.rights import READ
 from metamq.wire import status
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult
 from metamq.wire.headers import unpack_list
+from metamq.zk.names import OWN
 
 if TYPE_CHECKING:
     from metamq.broker.data.partition import Partition
@@ -57,16 +59,21 @@ class LookUps:
         try:
             results = []
             for entry in entries:
-                results.append((yield from self._look_up(entry, work)))
+                results.append((yield from self._look_up(entry, connection, work)))
                 yield
             connection.answer(request, results)
         except Exception as error:  # a bug here must not block the work of other connections
             log.exception("request %d of %s, OFFSETS, failed", request.opaque, connection.peer)
             connection.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
 
-    def _look_up(self, entry: OffsetsEntry, work: SlicedWork) -> Generator[None, None, OffsetsResult]:
+    def _look_up(
+        self, entry: OffsetsEntry, connection: BrokerProtocol, work: SlicedWork
+    ) -> Generator[None, None, OffsetsResult]:
         role = self.role
         try:
+            connection.access.check_topic(READ, entry.topic)
+            if entry.topic.startswith(OWN):
+                connection.access.check_is_broker()
             if entry.damaged >= 0:  # also in the broker's own topics, which a slave copies
                 self.report(self.topics.find(entry.topic, entry.topic_id, entry.partition), entry.damaged)
             partition = role.find(entry.topic, entry.topic_id, entry.partition)

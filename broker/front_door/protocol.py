@@ -27,17 +27,29 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from metamq.broker.front_door.admission import Admission, ConnectionFate
+from metamq.broker.front_door.authorisation import check
 from metamq.broker.front_door.fetch_session import FetchSession, ReplicaReadRole
 from metamq.broker.front_door.slices import SlicedWork, Slices
 from metamq.broker.log.disk.files import descriptors_max
-from metamq.errors import MetamqError, ProtocolError
+from metamq.errors import AuthenticationFailed, MetamqError, NotAuthorized, ProtocolError
+from metamq.security.login import MECHANISMS, BrokerLogin
+from metamq.security.rights import NO_RULES, READ, Access
+from metamq.security.tls import principal_of
 from metamq.wire import status, sync
 from metamq.wire.addresses import are_near
 from metamq.wire.commands import Command, GetResult, HelloReply
-from metamq.wire.connection import AT_WORK, PUSHED, ConnectionState, Greeted, Request, ServerConnection
+from metamq.wire.connection import (
+    AT_WORK,
+    PUSHED,
+    ConnectionState,
+    Greeted,
+    LoginStep,
+    Request,
+    ServerConnection,
+)
 from metamq.wire.frames import Buffer, Packed
 
 if TYPE_CHECKING:
@@ -47,6 +59,7 @@ if TYPE_CHECKING:
     from metamq.broker.ha.connection import HAConnection
     from metamq.broker.ha.service import HAService
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
+    from metamq.security.login import Verifiers
 
 log = logging.getLogger("metamq.broker")
 
@@ -57,6 +70,8 @@ GOODBYE_TIMEOUT_S = 5.0
 STALL_BYTES = 64 * 1024
 """A frame that grows by less than this between two sweeps has stalled."""
 WRITE_BUFFER_BYTES = 4 * 1024 * 1024
+TLS_PIECE_BYTES = 64 * 1024
+"""Bytes that are given to a TLS connection at a time. With pieces of this size its buffer can be counted."""
 INFLIGHT_BYTES_MAX = 64 * 1024 * 1024
 SLICED_MAX = 4
 """Requests of a connection in slices. At this number its next request is not begun, and its bytes are not read."""
@@ -72,6 +87,24 @@ class Timeouts(NamedTuple):
     """Time without reading, while there are bytes to read."""
     idle_s: float
     """Time without a first request after HELLO. 0 is no limit."""
+
+
+class UserDirectory(Protocol):
+    """The users who log in by password: metamq.broker.process.users.KnownUsers."""
+
+    def find(self, user: str) -> Verifiers | None:
+        """Returns the data that verifies a password; None: there is no such user."""
+
+    def must_wait(self, address: str, user: str) -> bool:
+        """True if too many logins of the user have failed, from this address."""
+        ...
+
+    def failed(self, address: str, user: str) -> None:
+        """Notes a failed login."""
+
+    def access(self, principal: str) -> Access:
+        """Returns what the principal may do by the present rules."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +123,7 @@ class FrontDoor:
     timeouts: Timeouts
     greeting: Callable[[], HelloReply]
     """Returns the answer to HELLO."""
+    users: UserDirectory
     connections: set[BrokerProtocol] = field(default_factory=set)
 
 
@@ -133,12 +167,19 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._broken: ProtocolError | None = None
         self._ended = False
         """The end of the stream was sent."""
+        self.principal = ""
+        """The name of the client, by its certificate or its login; empty: security is off."""
+        self.access = Access("", NO_RULES)
+        """The rights of the client: none until its name is known."""
+        self._is_known = False
+        self._login: BrokerLogin | None = None
         self._transport: asyncio.Transport | None = None
         self._link: tuple[HAConnection, HAService] | None = None
         """The link, if the peer is a slave. The connection is a stream then, and acknowledgements wait for nothing."""
         self.fetches = FetchSession(
-            door.read_role, self._answer_get, lambda: self._writable, loop, door.answers.available_bytes
-        )
+            door.read_role, self._answer_get, lambda: self._writable, loop, door.answers.available_bytes,
+            lambda topic: self.access.refusal(READ, topic),
+        )  # fmt: skip
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
@@ -147,7 +188,12 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         self.fetches.is_near = are_near(peer, transport.get_extra_info("sockname"))
-        self._connection = ServerConnection(self.peer, self._door.greeting(), self._door.requests.rooms.take)
+        self._tls = transport.get_extra_info("ssl_object")
+        self.principal = principal_of(self._tls)
+        greeting = self._door.greeting()
+        if self._tls is not None and not self.principal:
+            greeting = greeting._replace(mechanisms=list(MECHANISMS))
+        self._connection = ServerConnection(self.peer, greeting, self._door.requests.rooms.take)
         self._door.connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
         self._address = str(peer[0]) if isinstance(peer, tuple) else ""
@@ -169,6 +215,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if self._place is ConnectionFate.KEPT and self._greeted_at == math.inf and self._connection.state in AT_WORK:
             return  # it has sent a request that kept connections may send
         wanted = "HELLO" if self._place is not ConnectionFate.KEPT else "request that the last connections are kept for"
+        if self._connection.state is ConnectionState.LOGIN:
+            wanted = "login"
         log.info("%s sent no %s within %g s: closed", self.peer, wanted, HELLO_TIMEOUT_S)
         self.abort()
 
@@ -190,6 +238,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                     self._waiting.append(event)
                     if event.body:
                         self._door.requests.take(len(event.body))
+                elif isinstance(event, LoginStep):
+                    self._log_in(event)
                 else:
                     self._greeted(event)
         except ProtocolError as error:
@@ -214,13 +264,51 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._regulate()
 
     def _greeted(self, greeted: Greeted) -> None:
-        if self._place is not ConnectionFate.KEPT:
-            self._deadline.cancel()
-        self._greeted_at = self._loop.time()
+        if self._connection.state in AT_WORK:
+            self._is_open()
         self._write(greeted.buffers)
         if not greeted.accepted:
             log.info("%s speaks no protocol version that this broker supports", self.peer)
             self._say_goodbye()
+
+    def _is_open(self) -> None:
+        self._is_known = True
+        self.access = self._door.users.access(self.principal)
+        if self._place is not ConnectionFate.KEPT:
+            self._deadline.cancel()
+        self._greeted_at = self._loop.time()
+
+    def rights_changed(self) -> None:
+        """Takes the present rules, also for partitions that the client has opened."""
+        if self._is_known:
+            self.access = self._door.users.access(self.principal)
+            self.fetches.rights_changed()
+
+    def _log_in(self, step: LoginStep) -> None:
+        users = self._door.users
+        if self._login is None:
+            self._login = BrokerLogin(self.peer, users.find, self._tls.context.identity)
+        try:
+            data, is_done = self._login.next(step.mechanism, step.data)
+        except AuthenticationFailed as error:
+            users.failed(self._address, self._login.user)
+            self._refuse_login(step, error)
+            return
+        if users.must_wait(self._address, self._login.user):
+            too_many = AuthenticationFailed(self.peer, "too many logins have failed", hint="Wait for a minute.")
+            self._refuse_login(step, too_many)
+            return
+        if is_done:
+            self.principal = self._login.user
+        self._write(self._connection.login_answer(step, data, is_done=is_done))
+        if is_done:
+            self._is_open()
+
+    def _refuse_login(self, step: LoginStep, error: AuthenticationFailed) -> None:
+        user = self._login.user if self._login is not None else ""
+        log.warning("%s is refused as the user %.64r: %s", self.peer, user, error.reason)
+        self._write(self._connection.login_refused(step, error))
+        self._say_goodbye()
 
     def _work(self) -> None:
         """Begins received requests, while their answers can be written."""
@@ -268,7 +356,10 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._deadline.cancel()
         self._ended = True
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write_eof()
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            else:  # TLS has an end of its own, which also reads and discards
+                self._transport.close()
             self._deadline = self._loop.call_later(GOODBYE_TIMEOUT_S, self.abort)
 
     def _regulate(self) -> None:
@@ -297,6 +388,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._processor_of(request)(request, self)
         except MetamqError as error:
             self.answer_error(request, error)
+            if self._place is ConnectionFate.KEPT and isinstance(error, NotAuthorized):
+                self._connection.close()
+                self._say_goodbye()
         except Exception as error:  # a bug here: the client gets an error, the others are served
             log.exception("request %d of %s, command %d, failed", request.opaque, self.peer, request.command)
             self.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
@@ -308,6 +402,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             raise ProtocolError(f"command {request.command} is not known to this broker", hint=f"It knows {known}.")
         if request.body and request.command not in (Command.PUT, Command.TX):
             raise ProtocolError(f"{Command(request.command).name} has no body, got {len(request.body):,} bytes")
+        check(request.command, self.access)
         return processor
 
     def answer(self, request: Request, header: Any) -> None:
@@ -376,9 +471,20 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if self._transport is not None and not self._ended and not self._transport.is_closing():
             self._answer_bytes = sum(map(len, buffers))
             self._written_bytes += self._answer_bytes
-            self._transport.writelines(buffers)
+            if self._tls is None:
+                self._transport.writelines(buffers)
+            else:
+                self._write_in_pieces(self._transport, buffers)
             self.count_unread()
             self._door.answers.keep_below_ceiling(self)
+
+    @staticmethod
+    def _write_in_pieces(transport: asyncio.Transport, buffers: list[Buffer]) -> None:
+        """Writes to a TLS connection. uvloop encrypts what it is given at once, and then counts it as written."""
+        for buffer in buffers:
+            view = memoryview(buffer)
+            for at in range(0, len(view), TLS_PIECE_BYTES):
+                transport.write(view[at : at + TLS_PIECE_BYTES])
 
     def count_unread(self) -> int:
         """Returns the number of unread bytes, and passes it to the memory of answers.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.partition import Partition
     from metamq.broker.data.topics import Topics
     from metamq.broker.log.replicated import CopyDamaged
+    from metamq.security.tls import ClientSecurity
     from metamq.zk.cluster.registrations import BrokerAddress, Registration
 
 log = logging.getLogger("metamq.broker")
@@ -63,6 +64,7 @@ class HAClient:
         flusher: Flusher,
         *,
         learner: bool,
+        security: ClientSecurity | None,
         generation: Callable[[], int],
         known_epoch: Callable[[], int],
         begun: Callable[[int], None],
@@ -87,6 +89,7 @@ class HAClient:
         self._topics = topics
         self._flusher = flusher
         self._learner = learner
+        self._security = security
         self._generation = generation
         self._known_epoch = known_epoch
         self._begun = begun
@@ -106,6 +109,7 @@ class HAClient:
         self.readable: set[Partition] = set()
         """Partitions that have held all stable messages at some time on a link. They may be offered to readers."""
         self._changed = asyncio.Event()
+        self._is_leaving = False
         self.attempts = LinkAttempts()
         self.refusals = 0
         """Connections in a row that the master's address has refused since the last link."""
@@ -136,7 +140,7 @@ class HAClient:
                 self._changed.clear()
                 self.attempts.begin()
                 master = self.master
-                if master is None or master.replica == self._registration().replica:
+                if master is None or self._is_leaving or master.replica == self._registration().replica:
                     await self._changed.wait()
                     continue
                 try:
@@ -181,7 +185,7 @@ class HAClient:
     async def _serve(self, master: BrokerAddress) -> MetamqError:
         """Runs one link; returns the reason for its end. Raises the error if the link did not begin."""
         self.state = HAState.HANDSHAKE
-        connection = await BrokerConnection.open(master.host, master.port)
+        connection = await BrokerConnection.open(master.host, master.port, security=self._security)
         link = SlaveLink(self, connection, self._topics, self._flusher)
         try:
             me = self._registration()
@@ -268,7 +272,7 @@ class HAClient:
         """Reports the damaged batch, so that the master verifies its log: the next link could end the same way."""
         entry, self._damaged = self._damaged, None
         if entry is not None:
-            await report_to(master, entry)
+            await report_to(master, entry, self._security)
 
     @property
     def is_refused(self) -> bool:
@@ -288,9 +292,12 @@ class HAClient:
         return self._link is not None
 
     def say_goodbye(self) -> None:
-        """Informs the master that this replica stops: it must not wait for this replica."""
+        """Informs the master that this replica stops: it must not wait for this replica. No other link begins."""
+        self._is_leaving = True
         if self._link is not None:
             self._link.say_goodbye()
+        else:
+            self._changed.set()  # ends a handshake
 
     async def hand_over(self, wait_ms: int) -> None:
         """Asks the master to stop writing, and waits until this replica holds all its messages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.data_folder import DataFolder
     from metamq.broker.data.flusher import Flusher
     from metamq.broker.data.topics import Topics
+    from metamq.broker.process.users import KnownUsers
     from metamq.errors import MetamqError
     from metamq.zk.cluster.registrations import Registration
     from metamq.zk.session.session import Session
@@ -58,6 +60,7 @@ def make_parts(
     registration: Callable[[], Registration],
     *,
     connections_max: int,
+    users: KnownUsers,
     check: Callable[[], Awaitable[None]],
     failed: Callable[[MetamqError], None],
 ) -> BrokerParts:
@@ -100,8 +103,15 @@ def make_parts(
         table, read_role, transactions, counters, slices,
         Admission(connections_max, config.connections_per_address_max),
         RequestMemory(config.request_memory_bytes), AnswerMemory(config.answer_memory_bytes),
-        Timeouts(config.unread_timeout_s, config.idle_timeout_s), lambda: greeting(config.id, ids.epoch),
+        Timeouts(config.unread_timeout_s, config.idle_timeout_s), lambda: greeting(config.id, ids.epoch), users,
     )  # fmt: skip
+
+    async def rights_changed() -> None:
+        for connection in list(door.connections):  # new ones take the new rules by themselves
+            connection.rights_changed()
+            await asyncio.sleep(0)
+
+    users.when_rights_change(rights_changed)
     return BrokerParts(status, transactions, keeper, housekeeping, scrubber, stats, door)
 
 

@@ -5,9 +5,9 @@ start   lock the data folder → bind the port → wait for ZooKeeper → read t
 run     Topics follow their configuration. After a lost session the broker becomes master and registers again. Without
         ZooKeeper the broker serves readers; it serves producers, too, if it never had a slave, else until its lease
         ends, and for `alone_lease_s` longer if no slave is in sync.
-stop    hand over to a slave → refuse writes → answer the waiting ones → stop accepting → withdraw from ZooKeeper →
-        close the logs cleanly. A slave takes a refused connection for the end of the process: so the broker accepts
-        connections until it acknowledges nothing more.
+stop    as a slave, leave the in-sync set; as a master, hand over to a slave → refuse writes → answer the waiting ones →
+        stop accepting → withdraw from ZooKeeper → close the logs cleanly. A slave takes a refused connection for the
+        end of the process: so the broker accepts connections until it acknowledges nothing more.
 fail    After the first failed write or fsync the broker acknowledges nothing more, logs the reason, and ends with
         status 1. The content of the disk is unknown then, so the broker flushes nothing and closes no log cleanly;
         recovery examines the logs.
@@ -42,6 +42,7 @@ from metamq.broker.log_once import LogOnce
 from metamq.broker.process.http import StatusServer
 from metamq.broker.process.metrics import Histogram, SyncTimes
 from metamq.broker.process.parts import make_parts
+from metamq.broker.process.users import KnownUsers
 from metamq.broker.roles.decide_role import RoleKind
 from metamq.broker.transactions.followers import Followers
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
@@ -57,17 +58,18 @@ from metamq.errors import (
     TooManyOpenFiles,
 )
 from metamq.private_files import restrict_process
+from metamq.security.tls import OFF, broker_security
 from metamq.words import count
 from metamq.zk.cluster.brokers import cluster_id, known_cluster_id, read_state
 from metamq.zk.cluster.registrations import Registration, until_alone
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.nodes import Listing
-from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.session.session import Session, SessionState
 
 if TYPE_CHECKING:
     from metamq.broker.config import BrokerConfig
+    from metamq.client.settings import ClusterAccess
 
 log = logging.getLogger("metamq.broker")
 
@@ -87,11 +89,10 @@ OPENED_ELSEWHERE = 64
 class Broker:
     """One broker process. Its owner calls start(), wait() until it must end, then stop()."""
 
-    def __init__(self, config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT) -> None:
+    def __init__(self, config: BrokerConfig, access: ClusterAccess) -> None:
         self.config = config
         self.failure: MetamqError | None = None
-        self._zookeeper = zookeeper
-        self._root = root
+        self._access = access
         self._ended = asyncio.Event()
         self._topics_changed = asyncio.Event()
         self._connections: set[BrokerProtocol] = set()
@@ -111,19 +112,23 @@ class Broker:
             connections_max = min(config.connections_max, max(1, connections - SLOTS_KEPT - LINGERING_MAX))
             self._sync_times = SyncTimes()
             self._files = FileCache(open_files, sync=self._sync_times.timed(os.fsync))
+            self._security = broker_security(self._access.security)
             self._session = await Session.open(
-                self._zookeeper,
+                self._access.zookeeper,
                 timeout_ms=config.session_timeout_ms,
                 connect_timeout_s=None,  # ZooKeeper may be started after the broker
-                root=self._root,
+                root=self._access.root,
+                security=self._security.client if self._security else OFF,
                 make_chroot=not self._folder.cluster_id,  # an old folder must find its own cluster
                 on_state=self._session_state,
             )
             self._flusher = Flusher(self.fail)
+            self._users = KnownUsers(self._session, is_secure=self._security is not None)
             self._topics = Topics(config.id, self._folder, self._files)
             self._store = TopicStore(self._session)
             await self._until_answered(self._check_zookeeper)
             await self._until_answered(self._read_topics)
+            await self._until_answered(self._users.read)
             self._make_parts(connections_max)
             self._status = StatusServer(self) if config.http_port >= 0 else None
             await self._until_answered(self._parts.keeper.begin)
@@ -145,6 +150,7 @@ class Broker:
             Followers(config.id, self._session, parts.transactions, config.branch_grace_ms / 1000).run,
             self._beats,
             self._sweeps,
+            self._users.run,
         )
         self._tasks = [asyncio.ensure_future(job()) for job in work]
         for task in self._tasks:
@@ -187,12 +193,13 @@ class Broker:
             self._flusher,
             self._registration,
             connections_max=connections_max,
+            users=self._users,
             check=self._check_zookeeper,
             failed=self.fail,
         )
         self._memory, self._answers, self._connections = parts.door.requests, parts.door.answers, parts.door.connections
         loop = asyncio.get_running_loop()
-        self._acceptor = Acceptor(self._listener, lambda: BrokerProtocol(parts.door, loop))
+        self._acceptor = Acceptor(self._listener, lambda: BrokerProtocol(parts.door, loop), self._security)
 
     def _bind(self) -> socket.socket:
         config = self.config
@@ -259,7 +266,7 @@ class Broker:
             wrong = "With another ZooKeeper its topics would count as deleted."
             raise ConfigError(
                 f"the data folder {self.config.data} holds {count(len(topics), 'topic')}, but ZooKeeper at "
-                f"{self._zookeeper} does not know broker {self.config.id}",
+                f"{self._access.zookeeper} does not know broker {self.config.id}",
                 hint=REMOVED if is_ours else f"{RIGHT_ZOOKEEPER} {LOST_ZOOKEEPER} {wrong}",
             )
         await self._check_cluster()
@@ -428,16 +435,17 @@ class Broker:
 
     async def stop(self) -> None:
         """Ends the broker: gracefully after end(), at once after fail()."""
+        self._parts.keeper.say_goodbye()
         if self.failure is None:
             await self._parts.keeper.successor.resign()
         self._ready_reason = "stopping"
         self._parts.status.stopping = Fenced(f"broker {self.config.id}", "it is stopping")
+        self._parts.transactions.give_up_wait(self._parts.status.stopping)
         if self.failure is None:
             await self._drain()
         for partition in self._topics.partitions():
             partition.fail_waiting(self._parts.status.stopping.with_unknown_outcome())
         self._acceptor.close()
-        self._parts.keeper.say_goodbye()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -495,13 +503,12 @@ class Broker:
 
     def readiness(self) -> tuple[bool, str]:
         """Returns True if clients are fully served, and a text. Any thread."""
-        broken = self._topics.broken()
         reason = self._ready_reason or self._parts.keeper.readiness()
         if reason:
             return False, reason
         if (refusal := self._parts.status.writes_refused) is not None:
             return False, str(refusal)
-        if broken:
+        if broken := self._topics.broken():
             return False, "; ".join(str(error) for error in broken)
         return True, f"epoch {self.epoch}, {count(len(self._topics.counts()), 'topic')}"
 
@@ -547,11 +554,9 @@ def _raised_open_files_limit() -> int:
     return min(soft, OPEN_FILES_MOST)
 
 
-async def serve(
-    config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None]
-) -> int:
+async def serve(config: BrokerConfig, access: ClusterAccess, *, ready: Callable[[Broker], None]) -> int:
     """Runs a broker until SIGTERM, SIGINT or SIGHUP; `ready` is called once it serves. Returns the exit status."""
-    broker = Broker(config, zookeeper, root=root)
+    broker = Broker(config, access)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` sets SIG_IGN
@@ -581,14 +586,12 @@ async def _started(broker: Broker) -> bool:
         end.cancel()
 
 
-def run_broker(
-    config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None] = lambda _: None
-) -> int:
+def run_broker(config: BrokerConfig, access: ClusterAccess, *, ready: Callable[[Broker], None] = lambda _: None) -> int:
     """Runs a broker until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises the errors of Broker.start()."""
     restrict_process()
     gc.freeze()  # modules and classes never become garbage
     gc.set_threshold(COLLECTED_AFTER, *gc.get_threshold()[1:])
-    work = serve(config, zookeeper, root=root, ready=ready)
+    work = serve(config, access, ready=ready)
     if sys.platform == "win32":
         return asyncio.run(work)
     import uvloop

@@ -105,6 +105,7 @@ class RoleKeeper:
         """The state that this slave read last."""
         self._offered: tuple[int, RoleKind, dict[str, int]] | None = None
         self._following: asyncio.Task[None] | None = None
+        self._is_leaving = False
         self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
         self.successor = Successor(config, session, topics, status, registration, self.promote, self.look_again)
         topics.opened = lambda partition: status.role.opened(partition)
@@ -269,7 +270,7 @@ class RoleKeeper:
         registration, generation = self._registration(), mastership.state.generation
         settings = self._settings(registration, mastership)
         self._folder.follow_generation(generation)
-        # The commits of a former master are in the partitions before a client reads them, or a slave copies them.
+        # Durable commits of a former master are in the partitions before a client reads them, or a slave copies them.
         transactions = await self._transactions.begin_term(mastership.epoch, generation)
         service = HAService(
             settings,
@@ -284,6 +285,8 @@ class RoleKeeper:
         self._taken = None  # from here on the replica may answer clients in this epoch
         transfer = GroupTransferService(registration.broker_id, service, self._may_believe)
         self._exchange(MasterRole(mastership.epoch, service, transfer, transactions), refusal)
+        if isinstance(transactions, TransactionTerm):
+            self._transactions.serve(transactions)
         self.successor.begun(mastership.state)
         log.info("%s is the master, epoch %d", self._what, mastership.epoch)
         self._mastership = mastership
@@ -331,11 +334,12 @@ class RoleKeeper:
         self._registered = registered
 
     def _new_client(self) -> HAClient:
-        return HAClient(
+        client = HAClient(
             self._registration,
             self._topics,
             self._flusher,
             learner=self._config.learner,
+            security=self._session.security.brokers,
             generation=lambda: self._folder.generation,
             known_epoch=lambda: self._folder.epoch,
             begun=self._folder.know_epoch,
@@ -345,6 +349,9 @@ class RoleKeeper:
             changed=self.look_again,
             failed=self._failed,
         )
+        if self._is_leaving:
+            client.say_goodbye()
+        return client
 
     def _is_linked_to_master(self, client: HAClient) -> bool:
         """Returns True if the link goes to the master of the state.
@@ -558,7 +565,8 @@ class RoleKeeper:
         return f"ZooKeeper does not answer, and the lease ended {over_s:.0f} s ago: {means}"
 
     def say_goodbye(self) -> None:
-        """Informs the master that this broker is going to stop."""
+        """Informs the master that this broker is going to stop. This replica begins no other link."""
+        self._is_leaving = True
         role = self._status.role
         if isinstance(role, SlaveRole | WaitingRole):
             role.link.say_goodbye()

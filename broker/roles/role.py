@@ -13,7 +13,7 @@ BetweenRoles has the kind that the replica reports in the meantime:
     STARTING             has had no role since its start
     WAITING              has lost its epoch: another one has begun in its name
     the former kind      has a new epoch in ZooKeeper, stops its former work, and notes the epoch on disk; or is closed
-    MASTER               has noted the epoch, and begins it: commits of the former master go into their partitions
+    MASTER               has noted the epoch, and begins it: durable commits of former masters go into their partitions
 
 Invariants:
 
@@ -108,6 +108,11 @@ class MasterRole:
         behind_bytes = partition.log.stable_position - position
         is_far = 0 < far_bytes < behind_bytes
         return self.service.slave_beyond(partition, position + far_bytes // 2) if is_far else -1
+
+    def check_order(self, partition: Partition) -> None:
+        """See TransactionTerm.check_order."""
+        if not isinstance(self.transactions, MetamqError):
+            self.transactions.check_order(partition)
 
     def opened(self, partition: Partition) -> None:
         """See BetweenRoles.opened."""

@@ -131,12 +131,22 @@ class Successor:
     @property
     def says(self) -> str:
         """The last decision, in words. Any thread."""
-        return off_reason(self._failover) if self.decision is None else self.decision.reason
+        decision = self.decision
+        return off_reason(self._failover) if decision is None else decision.reason
+
+    @property
+    def waits(self) -> str:
+        """The reason why this slave does not take over yet, although the master is gone; empty: it does not wait. Any
+        thread."""
+        decision = self.decision
+        is_waiting = decision is not None and decision.step is Step.WAIT and self._gone_since is not None
+        return decision.reason if decision is not None and is_waiting else ""
 
     def statistics(self) -> dict[str, Any]:
         """Returns figures for `ha status` and metrics. Any thread."""
         return {
             "failover": self.says,
+            "failover_waits": self.waits,
             "failover_is_on": self.is_on,
             "promotions": self.promotions,
             "given_up_messages": self.given_up_messages,
@@ -320,7 +330,8 @@ class Successor:
 
     async def _asked(self, slave: BrokerAddress, asked: Promote) -> bool:
         try:
-            connection = await BrokerConnection.open(slave.host, slave.port, timeout_s=ASK_S)
+            security = self._session.security.brokers
+            connection = await BrokerConnection.open(slave.host, slave.port, security=security, timeout_s=ASK_S)
             try:
                 await connection.request(Command.PROMOTE, asked, timeout_s=ASK_S)
             finally:

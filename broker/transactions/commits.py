@@ -1,8 +1,9 @@
 """Applies committed branches from the journal to the partitions: each batch once, whatever happens in between.
 
-Invariant: the COMMIT record has the ids of its batches, and is durable before the first of them is appended. So a new
-master finds in the journal which batches may be missing in the partitions, and the ids show which are there. A commit
-is applied when it is durable, completely in one turn of the loop. Only its stuck batches are applied later.
+Invariant: the COMMIT record has the ids of its batches, and is durable before the first of them is appended: on every
+in-sync replica. So a new master finds in the journal which batches may be missing in the partitions, and the ids show
+which are there. A commit is applied when it is durable, completely in one turn of the loop. Only its stuck batches are
+applied later. A new master cannot know if the end of its journal is durable. It applies those commits when it is.
 
 The search for ids starts where each partition ended by the last MARK, not at a place from the COMMIT: after a crash an
 unflushed tail may be gone, and a batch that replaces it may be below the place of the old one. Retention keeps
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.broker.data.partition import Partition
@@ -57,10 +58,8 @@ class CommitApplier:
         self._appender = appender
         self.stuck: dict[int, Stuck] = {}
         """The commits, by LSN, with a partition that is not served at the moment. No MARK covers that partition."""
-
-    def lacking(self) -> set[Key]:
-        """The partitions for which commits wait."""
-        return {key for stuck in self.stuck.values() for key in stuck.keys}
+        self.lacking: Counter[Key] = Counter()
+        """The partitions for which commits wait, and the number of these commits."""
 
     def apply(self, committed: CommittedBranch, present: Mapping[Partition, set[int]] | None = None) -> int:
         """Appends the missing batches; returns their number. Raises StorageError, CorruptData, and the error that
@@ -115,10 +114,10 @@ class CommitApplier:
         """The partitions that lack batches of an earlier commit: no later commit may overtake those."""
         return {key for lsn, stuck in self.stuck.items() if lsn < committed.lsn for key in stuck.keys}
 
-    def redo(self, state: JournalState) -> Iterator[int]:
-        """Applies the commits that a former master did not apply completely. Yields the number of batches after each
-        commit, and 0 in between as a point to pause."""
-        yield from self._redo(state, sorted(state.unmarked))
+    def redo(self, state: JournalState, start: int, end: int) -> Iterator[int]:
+        """Applies the commits of these LSNs that a former master did not apply completely. Yields the number of batches
+        after each commit, and 0 in between as a point to pause."""
+        yield from self._redo(state, sorted(lsn for lsn in state.unmarked if start <= lsn < end))
 
     def retry(self, state: JournalState) -> Iterator[int]:
         """Applies stuck commits whose partitions are served again; yields like redo()."""
@@ -163,14 +162,27 @@ class CommitApplier:
         return partition if partition.closed_by is None else partition.closed_by
 
     def _note(self, committed: CommittedBranch, waiting: dict[int, object]) -> None:
-        if not waiting:
-            self.stuck.pop(committed.lsn, None)
+        known = self.stuck.pop(committed.lsn, None)
+        if known is None and not waiting:
             return
-        if committed.lsn not in self.stuck:
+        keys = frozenset(committed.bodies[number].place.key for number in waiting)
+        self.lacking.update(keys)
+        self.lacking.subtract(known.keys if known is not None else ())
+        self.lacking = +self.lacking
+        if not waiting:
+            return
+        if known is None:
             reason = next(iter(waiting.values()))
             log.error("the commit of %s waits in the journal: %s", committed.branch.xid, reason)
-        keys = frozenset(committed.bodies[number].place.key for number in waiting)
         self.stuck[committed.lsn] = Stuck(frozenset(waiting), keys)
+
+
+def log_completed(applied: Sequence[int], dropped: int) -> None:
+    """Logs what a new master did for former ones. `applied`: the numbers that redo() yielded."""
+    commits = sum(1 for batches in applied if batches)
+    if commits or dropped:
+        unprepared = f", {count(dropped, 'branch')} not prepared and dropped" if dropped else ""
+        log.info("transactions: %s of a former master completed%s", count(commits, "commit"), unprepared)
 
 
 def _ids_from(partition_log: PartitionLog, position: int) -> Iterator[list[int]]:

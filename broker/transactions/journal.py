@@ -77,6 +77,10 @@ class JournalStore:
         """The records and bodies at the start of the next entry."""
         self.ended: MetamqError | None = None
         """The error that ended the epoch."""
+        self.found_offset = partition.log.end_offset
+        """Its end when the epoch began."""
+        self.durable_offset = partition.log.stable_offset
+        """The end of what was known then to be on every in-sync replica."""
 
     def check_term(self) -> None:
         """Raises the error that ended the epoch: a task that began in it may still run in the next one."""
@@ -143,6 +147,12 @@ class JournalStore:
     def when_durable(self, written: Written, done: Done) -> None:
         """Calls `done` when the entry is durable, or with the error why this is unknown; possibly at once."""
         self._appender.when_durable(self.partition, written.end_offset, done)
+
+    def when_settled(self, done: Done) -> None:
+        """Calls `done` when every in-sync replica has the journal as the epoch found it, or with the error that ended
+        the epoch. Their number does not matter: no other replica takes over without a loss."""
+        if self.partition.when_stable(self.found_offset, done):
+            done(None)
 
     def body(self, body: Body) -> bytearray:
         """A copy of a stored body. Raises CorruptData, StorageError."""

@@ -5,8 +5,10 @@
     answer ◀── next verb ◀── apply a commit to its partitions ◀── the state changes ◀───┘
 
 An epoch begins with the journal: the processor reads it, drops branches that were not prepared, and applies the commits
-of former masters to the partitions, before it admits any client. If the epoch ends while a request waits for the
-journal, the answer is that the outcome is unknown: the next master may or may not find the record.
+of former masters to the partitions, before it admits any client. The end of the journal may not be on every in-sync
+replica yet, and then a promotion may give it up. So requests wait, and the last commits, until every one has it: an
+answer that a branch is committed must stay true. If the epoch ends while a request waits for the journal, the answer
+is that the outcome is unknown: the next master may or may not find the record.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from metamq.broker.log.disk.files import SHORTAGES
-from metamq.broker.transactions.commits import CommitApplier
+from metamq.broker.log_once import LogOnce
+from metamq.broker.transactions.branch_page import branch_page
+from metamq.broker.transactions.commits import CommitApplier, log_completed
 from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, Appender, Follower, JournalStore, Written, read_journal
-from metamq.broker.transactions.term import Figures, SessionConnection, TransactionTerm, TxRequest
+from metamq.broker.transactions.term import PROMISES, Figures, SessionConnection, TransactionTerm, TxRequest, check_ids
 from metamq.broker.transactions.upkeep import Guards, Upkeep
 from metamq.errors import (
     CorruptData,
@@ -41,10 +45,9 @@ from metamq.tx.store.records import Add, BodyPlace, Heuristic, Record
 from metamq.tx.store.table import LASTING, BranchPhase
 from metamq.tx.store.verbs import JournalTransactionStore, TransactionLimits, VerbStep
 from metamq.wire import headers, status
-from metamq.wire.commands import Branches, BranchesReply, BranchInfo, PutEntry, Tx, TxReply, TxResult
-from metamq.wire.limits import BATCH_BYTES_MAX, FOLLOWERS_MAX, VERBS_MAX
+from metamq.wire.commands import Branches, PutEntry, Tx, TxReply, TxResult
+from metamq.wire.limits import BATCH_BYTES_MAX, VERBS_MAX
 from metamq.wire.xa import Verb, XACode, Xid
-from metamq.words import count
 
 if TYPE_CHECKING:
     from metamq.broker.data.flusher import Flusher
@@ -60,46 +63,17 @@ WAITING_MAX = 100
 """Requests of one branch, including the running one. A client sends one or a few requests for a branch at a time."""
 GRACE_S = 5.0
 """Seconds for a session to return after its connection is lost; then its unprepared branches are rolled back."""
-PAGE = 1000
-"""Branches per answer."""
 READ_SLICE_S = 0.02
+SETTLE_RETRY_S = 0.2
 FIGURES_S = 1.0
 ENTRY_BYTES = 8 * 1024 * 1024
 """Bytes of bodies in one entry of the journal; a single body may be larger."""
 BODY_BYTES_MAX = BATCH_BYTES_MAX - 64 * 1024
 """Maximum bytes of a body: an entry with one body must fit into a batch."""
 BEGINNING = [Verb.START, Verb.SEND, Verb.END]
-PROMISES = (Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
 DECIDES_AGAINST = (Verb.HEURISTIC_ROLLBACK,)
 
 Check = Callable[[PutEntry, memoryview], BodyPlace]
-
-
-def _promise_follows(work: TxRequest) -> bool:
-    """True if the request continues after SEND with END and a promise, so that no other request comes between."""
-    return len(work.verbs) == 3 and work.verbs[1] is Verb.END and work.verbs[2] in PROMISES
-
-
-def _drop_idle_sessions(term: TransactionTerm) -> None:
-    """Forgets sessions without an open branch. Runs from time to time: other sessions may end its branches."""
-    working = {work.header.session for queue in term.queues.values() for work in queue}
-    for branch in term.store.branches.values():
-        if branch.state in (BranchPhase.ACTIVE, BranchPhase.IDLE):
-            working.update(branch.sessions, (branch.owner,))
-    term.sessions = {session: known for session, known in term.sessions.items() if session in working}
-
-
-def check_ids(header: Tx) -> None:
-    """Checks the numbers of a branch's decider or followers. Raises ProtocolError."""
-    numbers = [*header.follows, *header.followers]
-    if numbers and not 0 <= min(numbers) <= max(numbers) < 1 << 63:
-        raise ProtocolError("the decider and the followers of a branch must be numbers from 0 to 2^63 - 1")
-    if len(header.follows) not in (0, 3) or len(header.followers) % 2 or len(numbers) > FOLLOWERS_MAX:
-        raise ProtocolError(
-            f"a branch with {len(header.follows)} numbers for its decider and {len(header.followers)} for its followers"
-        )
-    if not (0 <= header.timeout_ms < 1 << 53 and header.first >= 0 and header.messages >= -1):
-        raise ProtocolError("a TX with a negative number, or too large a time-out")
 
 
 def _is_of_the_disk(error: MetamqError) -> bool:
@@ -138,6 +112,8 @@ class TransactionalCommandProcessor:
         self.figures = Figures()
         """The last figures, at most FIGURES_S old. Any thread."""
         self._figures_due_s = 0.0
+        self._spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Future[None]] = asyncio.ensure_future
+        self._settling: set[asyncio.Future[None]] = set()
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -157,10 +133,15 @@ class TransactionalCommandProcessor:
         except StorageError:
             raise
         except MetamqError as error:
-            log.critical("transactions are not available at broker %d: %s", self._broker_id, error)
-            if isinstance(error, CorruptData) and (damaged := self._topics.get(TOPIC, 0)) is not None:
-                self._topics.is_damaged(damaged, error)
+            self._not_available(error)
             return error
+
+    def _not_available(self, error: MetamqError) -> None:
+        if _is_of_the_disk(error):
+            self._failed(error)
+        log.critical("transactions are not available at broker %d: %s", self._broker_id, error)
+        if isinstance(error, CorruptData) and (damaged := self._topics.get(TOPIC, 0)) is not None:
+            self._topics.is_damaged(damaged, error)
 
     async def _begun(self, partition: Partition, epoch: int, generation: int) -> TransactionTerm:
         journal = JournalStore(partition, self._ids, self._appender)
@@ -173,15 +154,65 @@ class TransactionalCommandProcessor:
         if state.mark.generation != generation:  # positions may now mean other batches
             state.mark = state.mark._replace(ends=[])
         applied: list[int] = []
-        await self._in_slices(commits.redo(state), applied.append)
-        if dropped or sum(applied):
-            log.info(
-                "transactions: %s of a former master completed, %s not prepared and dropped",
-                count(sum(1 for number in applied if number), "commit"), count(len(dropped), "branch"),
-            )  # fmt: skip
+        await self._in_slices(commits.redo(state, 0, journal.durable_offset), applied.append)
+        log_completed(applied, len(dropped))
         return TransactionTerm(store, journal, commits, generation)
 
-    async def _in_slices(self, steps: Any, take: Callable[[Any], object]) -> None:
+    def serve(self, term: TransactionTerm) -> None:
+        """Carries out requests from now on, as soon as every in-sync replica has the journal as the epoch found it."""
+        task = self._spawn(self._settle(term))
+        self._settling.add(task)
+        task.add_done_callback(self._settling_ended)
+
+    def _settling_ended(self, task: asyncio.Future[None]) -> None:
+        self._settling.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # else requests would wait without end
+            self._failed(MetamqError(f"internal error: {error!r}"))
+
+    async def _settle(self, term: TransactionTerm) -> None:
+        """Waits for that, applies the last commits of former masters, and begins with the requests that wait."""
+        journal, state, waits = term.journal, term.store.journal, LogOnce()
+        applied: list[int] = []
+        while True:
+            try:
+                await self.upkeep.found_is_durable(journal)
+                steps = term.commits.redo(state, journal.durable_offset, journal.found_offset)
+                await self._in_slices(steps, applied.append)
+                break
+            except MetamqError as error:
+                if term is not self._term or term.refused is not None:  # end_term() has answered
+                    return
+                if not isinstance(error, SHORTAGES):
+                    self._not_available(error)
+                    self.give_up_wait(error)
+                    return
+                waits.failed(f"transactions wait at broker {self._broker_id}", error)
+            await asyncio.sleep(SETTLE_RETRY_S)
+        if term is not self._term or term.refused is not None:
+            return
+        waits.worked(f"transactions do not wait any more at broker {self._broker_id}")
+        log_completed(applied, 0)
+        term.is_settled, term.commits_first = True, frozenset()
+        deferred, term.deferred = term.deferred, []
+        for request, connection in deferred:
+            self._list_branches(term, request, connection)
+        await self._in_slices(self._begin_waiting(term))
+
+    def _begin_waiting(self, term: TransactionTerm) -> Iterator[None]:
+        """Begins the requests that have waited for the journal. Yields after each branch."""
+        for xid in list(term.queues):
+            queue = term.queues.get(xid)
+            if queue and not queue[0].is_begun:
+                self._run(term, queue[0])
+            yield
+
+    def give_up_wait(self, reason: MetamqError) -> None:
+        """Refuses the requests that wait since the epoch began, and all later ones. Nothing happens after the wait."""
+        if (term := self._term) is not None and not term.is_settled:
+            term.refused = reason
+            self.end_term(term, reason)
+
+    async def _in_slices(self, steps: Any, take: Callable[[Any], object] = lambda step: None) -> None:
         """Consumes an iterator without blocking the loop for long."""
         until = time.monotonic() + READ_SLICE_S
         for step in steps:
@@ -193,12 +224,11 @@ class TransactionalCommandProcessor:
     def end_term(self, term: TransactionTerm, reason: MetamqError) -> None:
         """Ends this replica's epoch as master: answers all waiting requests."""
         term.journal.ended = reason
-        for queue in term.queues.values():
-            for number, work in enumerate(queue):
-                # The first one is running, and its record may be in the journal.
-                if not work.is_answered:
-                    error = reason if number else reason.with_unknown_outcome()
-                    work.connection.answer_error(work.request, error)
+        for work in [work for queue in term.queues.values() for work in queue if not work.is_answered]:
+            work.connection.answer_error(work.request, reason.with_unknown_outcome() if work.is_begun else reason)
+        for request, connection in term.deferred:
+            connection.answer_error(request, reason)
+        term.queues, term.deferred = {}, []
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +253,7 @@ class TransactionalCommandProcessor:
             raise TryLater(work.xid, XACode.RETRY, f"{len(queue)} of its requests already wait, the most allowed")
         term.sessions[header.session] = connection
         queue.append(work)
-        if len(queue) == 1:
+        if len(queue) == 1 and term.is_settled:
             self._run(term, work)
 
     def _take_bodies(self, work: TxRequest) -> None:
@@ -247,8 +277,10 @@ class TransactionalCommandProcessor:
 
     def _ready(self) -> TransactionTerm:
         found = self._current()
-        if isinstance(found, MetamqError):
-            raise found.with_traceback(None)
+        error = found.refused if isinstance(found, TransactionTerm) else found
+        if error is not None:
+            raise error.with_traceback(None)
+        assert isinstance(found, TransactionTerm)
         return found
 
     def _run(self, term: TransactionTerm, work: TxRequest) -> None:
@@ -259,6 +291,7 @@ class TransactionalCommandProcessor:
 
     def _carried_out(self, term: TransactionTerm, work: TxRequest) -> bool:
         """Carries out a request's verbs. Returns False if a verb must wait, or if the epoch has ended."""
+        work.is_begun = True
         while work.verbs and term is self._term:
             verb = work.verbs[0]
             try:
@@ -336,7 +369,7 @@ class TransactionalCommandProcessor:
                     self._write_some(term, record, places, bodies, first, number)
                     first, size = number, 0
                 size += len(body)
-            self._write_some(term, record, places, bodies, first, len(bodies), hold=_promise_follows(work))
+            self._write_some(term, record, places, bodies, first, len(bodies), hold=work.promise_follows)
         except MetamqError:
             self._not_stored(term, work)
             raise
@@ -478,30 +511,19 @@ class TransactionalCommandProcessor:
     def branches(self, request: Request, connection: SessionConnection) -> None:
         """Answers a BRANCHES: a page of open branches. Raises Fenced."""
         term = self._ready()
-        query = headers.unpack(Branches, request.header)
-        promised = (BranchPhase.PREPARED, BranchPhase.HEURISTIC)
-        behind = [branch for branch in term.store.branches.values() if branch.epoch > query.after_epoch]
-        wanted = sorted((b for b in behind if query.all or b.state in promised), key=lambda branch: branch.epoch)
-        page = [
-            BranchInfo(
-                [*b.xid],
-                b.epoch,
-                b.state.value,
-                b.owner,
-                b.messages,
-                b.bytes,
-                b.prepared_us,
-                [*b.follows],
-                [*b.followers],
-            )
-            for b in wanted[:PAGE]
-        ]
-        connection.answer(request, BranchesReply(self._history(term), page, len(wanted) > PAGE))
+        headers.unpack(Branches, request.header)
+        if term.is_settled:
+            self._list_branches(term, request, connection)
+        else:
+            term.deferred.append((request, connection))
+
+    def _list_branches(self, term: TransactionTerm, request: Request, connection: SessionConnection) -> None:
+        connection.answer(request, branch_page(term, headers.unpack(Branches, request.header), self._history(term)))
 
     def waiting(self) -> list[BranchState]:
         """The branches that wait for another broker's decision, or that others wait for; none on a slave."""
         term = self._term
-        known = term.store.branches.values() if term is not None else ()
+        known = term.store.branches.values() if term is not None and term.is_settled else ()
         return [b for b in known if b.state is BranchPhase.DECIDED or (b.state is BranchPhase.PREPARED and b.follows)]
 
     # -- background work ----------------------------------------------------------------------------------------------
@@ -510,10 +532,10 @@ class TransactionalCommandProcessor:
         """Keeps the journal short, without end. Raises StorageError."""
         while True:
             await asyncio.sleep(self.upkeep.mark_s)
-            if (term := self._term) is None:
+            if (term := self._term) is None or not term.is_settled:
                 continue
             try:
-                await self._in_slices(term.commits.retry(term.store.journal), lambda applied: None)
+                await self._in_slices(term.commits.retry(term.store.journal))
                 if term.store.journal.unmarked:
                     await self.upkeep.mark(term)
                 await self.upkeep.shorten(term)
@@ -558,29 +580,21 @@ class TransactionalCommandProcessor:
         if now_s < self._figures_due_s:
             return
         self._figures_due_s = now_s + FIGURES_S
-        _drop_idle_sessions(term)
-        known = term.store.branches.values()
-        prepared = [branch for branch in known if branch.state is BranchPhase.PREPARED]
-        self.figures = Figures(
-            open=sum(branch.state in (BranchPhase.ACTIVE, BranchPhase.IDLE) for branch in known),
-            prepared=len(prepared),
-            heuristic=sum(branch.state is BranchPhase.HEURISTIC for branch in known),
-            oldest_prepared_us=min((branch.prepared_us for branch in prepared), default=0),
-            promised_bytes=sum(branch.bytes for branch in prepared),
-            journal_bytes=term.journal.size_bytes,
-        )
+        term.drop_idle_sessions()
+        self.figures = term.figures()
 
     def connection_lost(self, connection: SessionConnection) -> None:
         """Gives the sessions of a lost connection some time to return."""
         term = self._term
         if term is None or connection not in term.sessions.values():
             return
-        _drop_idle_sessions(term)
+        term.drop_idle_sessions()
         for session in [session for session, known in term.sessions.items() if known is connection]:
             asyncio.get_running_loop().call_later(self.grace_s, self._session_lost, term, session, connection)
 
     def _session_lost(self, term: TransactionTerm, session: str, connection: SessionConnection) -> None:
         if term is self._term and term.sessions.get(session) is connection:
             del term.sessions[session]
+            term.refuse_waiting(connection)
             for branch in term.store.session_lost(session):
                 log.info("branch %s is rolled back: %s", branch.xid, branch.rolled_back_reason)

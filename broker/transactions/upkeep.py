@@ -33,6 +33,7 @@ from metamq.zk.names import OWN
 if TYPE_CHECKING:
     from metamq.broker.data.flusher import Flusher
     from metamq.broker.data.topics import Topics
+    from metamq.broker.transactions.journal import JournalStore
     from metamq.broker.transactions.term import TransactionTerm
     from metamq.tx.store.branch import Body, BranchState
 
@@ -65,7 +66,7 @@ class Upkeep:
             for key, partition in partitions.items()
             if partition.closed_by is None
         }
-        left_out = term.commits.lacking()
+        left_out = set(term.commits.lacking)
         for key in sorted(
             {body.place.key for one in state.unmarked.values() for body in one.bodies.values()} - left_out
         ):
@@ -106,6 +107,21 @@ class Upkeep:
             raise error
         return True
 
+    async def found_is_durable(self, journal: JournalStore) -> None:
+        """Waits until every in-sync replica has the journal as the epoch found it. Raises the error that prevents it.
+
+        A process that was killed may have left an end that is not flushed.
+        """
+        journal.check_term()
+        await self._flusher.settle(journal.partition)
+        journal.check_term()
+        if journal.partition.closed_by is not None:
+            raise journal.partition.closed_by.with_traceback(None)
+        durable: asyncio.Future[MetamqError | None] = asyncio.get_running_loop().create_future()
+        journal.when_settled(lambda error: None if durable.done() else durable.set_result(error))
+        if (error := await durable) is not None:
+            raise error
+
     async def shorten(self, term: TransactionTerm) -> None:
         """Rewrites the remembered outcomes and the needed records of the older half of a journal that is too long, and
         writes a MARK behind them. If no MARK can follow, or the last one allowed no cut, this is done again only when
@@ -122,7 +138,7 @@ class Upkeep:
             term.written_down = journal.size_bytes, term.needed_lsn
             await self.mark(term)
             return
-        lsn, left_out = min(term.in_flight, default=journal.end_lsn), {*state.mark.left_out, *term.commits.lacking()}
+        lsn, left_out = min(term.in_flight, default=journal.end_lsn), {*state.mark.left_out, *term.commits.lacking}
         if state.first_needed_lsn(lsn, term.memory_lsn, left_out) > needed_lsn:
             await self.mark(term)
 

@@ -195,7 +195,8 @@ def restore(
     if standing.is_finished:
         say(f"Cluster {plan.cluster_id} is already in ZooKeeper: nothing is written. Start the brokers.")
         return
-    where = f"{current().root_path()} in ZooKeeper at {current().servers()}"
+    access = current().access()
+    where = f"{access.root} in ZooKeeper at {access.zookeeper}"
     confirm(
         [f"{count(len(standing.operations), 'node')} of cluster {plan.cluster_id} will be written to {where}."], yes=yes
     )
@@ -204,13 +205,12 @@ def restore(
 
 
 async def _compare(plan: Restore) -> RestoreDiff:
-    async with await open_session(current().servers(), root=current().root_path(), patient=False) as session:
+    async with await open_session(current().access(), patient=False) as session:
         return await compare(session, plan.cluster_id, plan.nodes)
 
 
 async def _restore(plan: Restore) -> None:
-    servers, root = current().servers(), current().root_path()
-    async with await open_session(servers, root=root, patient=False, make_chroot=True) as session:
+    async with await open_session(current().access(), patient=False, make_chroot=True) as session:
         await restore_cluster(session, plan.cluster_id, plan.nodes)
 
 

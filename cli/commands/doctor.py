@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -32,9 +32,11 @@ from metamq.client.admin.admin_transactions import open_branches
 from metamq.client.fetch.consumer_options import ConsumerOptions
 from metamq.client.group.rebalance_decisions import has_no_topic, why_idle
 from metamq.client.net.cluster import ClusterClient
+from metamq.client.net.first_contact import open_session
 from metamq.client.producer.producer_core import ProducerOptions
 from metamq.client.settings import ENVIRONMENT_PREFIX, VARIABLES, load, variable
 from metamq.errors import ConfigError, CorruptData, MetamqError
+from metamq.security.config import SecurityConfig
 from metamq.wire.commands import Command
 from metamq.zk.documents import collect_skipped
 from metamq.zk.groups.members import owned_partitions, read_members
@@ -42,13 +44,21 @@ from metamq.zk.groups.plans import PLAN_BYTES_MAX, PLAN_HINT, read_plan
 from metamq.zk.server import jars
 from metamq.zk.server.java import find_java, java_version
 from metamq.zk.servers import parse_servers
-from metamq.zk.session.session import Session
+
+if TYPE_CHECKING:
+    from metamq.client.settings import ClusterAccess
+    from metamq.zk.session.session import Session
 
 UNREACHABLE = 3
 TIMEOUT_S = 5.0
 SKEW_MS_MAX = 1_000
 FREE_BYTES_MIN = 1024**3
-SECTIONS: dict[str, type[Any]] = {"broker": BrokerConfig, "producer": ProducerOptions, "consumer": ConsumerOptions}
+SECTIONS: dict[str, type[Any]] = {
+    "broker": BrokerConfig,
+    "producer": ProducerOptions,
+    "consumer": ConsumerOptions,
+    "security": SecurityConfig,
+}
 OTHERS = ("METAMQ_TEST_WORKERS", "METAMQ_ADVERTISE", "METAMQ_PUBLISH", "METAMQ_IMAGE")
 """Variables of `./dev test` and of docker-compose.yml."""
 DAMAGE_HINT = (
@@ -112,22 +122,22 @@ def _look(settings: Globals, report: Callable[[Finding], None]) -> bool:
     for finding in _local():
         report(finding)
     try:
-        servers, root = settings.servers(), settings.root_path()
-        hosts, _chroot = parse_servers(servers)
+        access = settings.access()
+        hosts, _chroot = parse_servers(access.zookeeper)
         for section, kind in SECTIONS.items():
             load(kind, section, file=settings.config_file, arguments={})
     except ConfigError as error:
         report(Finding("settings", "problem", error.problem, error.hint))
         return True
     source = f"file {settings.config_file}" if settings.config_file else "no file"
-    report(Finding("settings", "ok", f"ZooKeeper at {servers}, root {root}, {source}"))
+    report(Finding("settings", "ok", f"ZooKeeper at {access.zookeeper}, root {access.root}, {source}"))
     for finding in _environment():
         report(finding)
     reached = [_probe(host, port, report) for host, port in hosts]
     if not any(reached):
         return False
     try:
-        asyncio.run(_look_inside(servers, root, report))
+        asyncio.run(_look_inside(access, report))
     except MetamqError as error:
         report(Finding("ZooKeeper", "problem", error.problem, error.hint))
         return False
@@ -170,7 +180,7 @@ def _jars() -> Finding:
     if setting:
         missing = ", ".join(jars.jars_in_folder(Path(setting))[1])
         return Finding(what, "warning", f"METAMQ_ZOOKEEPER_JARS={setting} has no jar of {missing}")
-    return Finding(what, "ok", "not here yet; the first start downloads them (4 MB)")
+    return Finding(what, "ok", "not here yet; the first start downloads them (4 MB, 7 MB with TLS)")
 
 
 def _disk() -> Finding:
@@ -197,13 +207,13 @@ def _probe(host: str, port: int, report: Callable[[Finding], None]) -> bool:
     return True
 
 
-async def _look_inside(servers: str, root: str, report: Callable[[Finding], None]) -> None:
+async def _look_inside(access: ClusterAccess, report: Callable[[Finding], None]) -> None:
     try:
-        await look_for_cluster(servers, root)
+        await look_for_cluster(access)
     except ConfigError as error:
         report(Finding("root", "problem", error.problem, error.hint))
         return
-    session = await Session.open(servers, root=root)
+    session = await open_session(access)
     cluster = ClusterClient(session)
     try:
         began = time.monotonic()

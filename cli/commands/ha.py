@@ -117,7 +117,7 @@ def _row(broker: BrokerReplicas, replica: ReplicaDescription) -> list[object]:
 
 def _if_the_master_ends(broker: BrokerReplicas, replica: ReplicaDescription) -> str | None:
     if replica.replica == broker.successor:
-        return "takes over"
+        return f"takes over later: {broker.successor_waits}" if broker.successor_waits else "takes over"
     return f"no replica takes over: {broker.no_successor}" if replica.role == "master" and broker.no_successor else None
 
 
@@ -162,8 +162,9 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
 
 def _admin_of_a_cluster(waiting: ReportedWait) -> Admin:
     """Waits for ZooKeeper, and for the first broker. Raises ConfigError, ConnectError at the deadline."""
-    parse_servers(current().servers())  # a wrong address or root raises at once: waiting does not repair it
-    Paths(current().root_path())
+    access = current().access()
+    parse_servers(access.zookeeper)  # a wrong address or root raises at once: waiting does not repair it
+    Paths(access.root)
     while True:
         try:
             return current().admin()

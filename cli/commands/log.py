@@ -12,7 +12,7 @@ import click
 
 from metamq.cli import log_reader
 from metamq.cli.command import Group
-from metamq.cli.commands.log_forget import accept, forget, lost_partitions, resolve_data_folder
+from metamq.cli.log_forget import accept, forget, lost_partitions, resolve_data_folder
 from metamq.cli.show.message_format import as_json
 from metamq.cli.show.output import TABLE_OR_JSON, count, output_option, print_json, print_line, print_table, say
 from metamq.cli.show.progress import progress_bar

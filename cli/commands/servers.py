@@ -19,7 +19,7 @@ from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jar
 from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.show.progress import download_progress
 from metamq.cli.show.units import DURATION, SIZE, Parsed, as_written, parse_ms
-from metamq.client.settings import load
+from metamq.client.settings import load, security_config
 from metamq.errors import ConfigError
 from metamq.private_files import restrict_process
 from metamq.zk.cluster.failover import MODES
@@ -118,6 +118,7 @@ def broker(with_parent: bool, output: str, **settings: Any) -> int:
 
     try:
         config = load(BrokerConfig, "broker", file=current().config, arguments=settings)
+        access = current().access()
     except ConfigError as error:
         raise _by_option(error, settings) from None
     if with_parent:
@@ -130,7 +131,7 @@ def broker(with_parent: bool, output: str, **settings: Any) -> int:
         else:
             say(f"{running.name.capitalize()} serves at {running.host}:{running.port}. Ctrl-C stops it.")
 
-    return run_broker(config, current().servers(), root=current().root_path(), ready=ready)
+    return run_broker(config, access, ready=ready)
 
 
 def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
@@ -164,7 +165,7 @@ def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
     help="All servers of an ensemble, the same list at each: host[:leader port:election port],...",
 )
 @click.option("--id", "number", type=click.IntRange(1), help="Number of this server: its place in --ensemble, from 1.")
-@click.option("--fetch-jars", is_flag=True, help="Download ZooKeeper's jars (4 MB), print their folder, and end.")
+@click.option("--fetch-jars", is_flag=True, help="Download ZooKeeper's jars (7 MB), print their folder, and end.")
 @TEXT_OR_JSON
 def zookeeper(
     data: str,
@@ -209,10 +210,17 @@ def zookeeper(
     restrict_process()
     if fetch_jars:
         return _fetch_jars(output)
+    security = security_config(None, current().config)
     with StopSignals() as signals, contextlib.suppress(Stopped):
-        find_java_and_jars(signals)
+        find_java_and_jars(signals, secure=security.is_on)
         with EmbeddedZooKeeper(
-            Path(data), port, host=host, memory_bytes=memory_bytes, ensemble=ensemble, check=signals.check
+            Path(data),
+            port,
+            host=host,
+            memory_bytes=memory_bytes,
+            ensemble=ensemble,
+            security=security,
+            check=signals.check,
         ) as server:
             if output == "json":
                 print_json_line({"zookeeper": server.address})
@@ -221,12 +229,13 @@ def zookeeper(
                 say(f"{name} serves at {server.address}. Ctrl-C stops it.")
             while not signals.wait(POLL_S):
                 server.check_running()
+                server.renew()
     return 0
 
 
 def _fetch_jars(output: str) -> int:
     with download_progress() as progress:
-        folder = find_jars(progress)[0].parent
+        folder = find_jars(progress, secure=True)[0].parent
     if output == "json":
         print_json_line({"jars": str(folder)})
     else:

@@ -25,13 +25,14 @@ import click
 
 from metamq.broker.config import BrokerConfig
 from metamq.cli.command import CliCommand
-from metamq.cli.commands.up_replicas import BROKER_ID, ReplicaPlace, Replicas
 from metamq.cli.context import current
 from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars, is_alive
 from metamq.cli.show.output import TEXT_OR_JSON, count, print_json_line, say
-from metamq.client.settings import load
+from metamq.cli.up_replicas import BROKER_ID, ReplicaPlace, Replicas
+from metamq.client.settings import load, security_config
 from metamq.errors import ConfigError
 from metamq.private_files import FILE_MODE, make_folder, restrict_process
+from metamq.security.config import ADMIN, CA, LOOPBACK
 from metamq.zk.server.embedded import MEMORY_VARIABLE, EmbeddedZooKeeper
 from metamq.zk.server.ports import is_free
 
@@ -41,6 +42,9 @@ SLAVES_MAX = 8
 POLL_S = 0.1
 ORPHANS_S = 15.0
 PORTS_TRIED = 100
+SECURITY = "security"
+"""The folder of the certificates, in the data folder."""
+VARIABLES = ("METAMQ_SECURITY_DIR", "METAMQ_SECURITY_ROLE")
 
 
 @click.command(cls=CliCommand)
@@ -67,6 +71,7 @@ PORTS_TRIED = 100
     show_default=True,
     help="Memory of ZooKeeper, which keeps all of its data in memory.",
 )
+@click.option("--secure", is_flag=True, help="Encrypt all connections: make certificates in FOLDER/security.")
 @TEXT_OR_JSON
 def up(
     data: str | None,
@@ -76,11 +81,13 @@ def up(
     http_port: int | None,
     slaves: int,
     zookeeper_memory_bytes: int,
+    secure: bool,
     output: str,
 ) -> int:
     """Start ZooKeeper and a broker, with a master and a slave, on this machine. Ctrl-C stops all of them.
 
-    The first start downloads ZooKeeper's jars (4 MB). Without a network, see `metamq zookeeper --fetch-jars`.
+    The first start downloads ZooKeeper's jars (4 MB, 7 MB with TLS). Without a network, see
+    `metamq zookeeper --fetch-jars`.
 
     Prints an `export` line for the shells of clients. Clients on this machine need it only if ZooKeeper has another
     port than 2181. With -o json it prints all addresses on one line. If a replica is killed, the command reports it,
@@ -88,8 +95,12 @@ def up(
     broker's settings come from [broker] of the TOML file and from METAMQ_BROKER_... variables, except its id, replica
     number, address, ports and data folder.
 
+    With --secure, ZooKeeper and the broker speak only TLS. The command prints `export` lines with the certificate
+    that clients use. A folder that was secure once stays secure.
+
     \b
     metamq up
+    metamq up --secure
     metamq up --ephemeral --slaves 0
     metamq up --data ./other --port 2182
     """
@@ -102,10 +113,11 @@ def up(
     settings = load(BrokerConfig, "broker", file=current().config, arguments={})
     with StopSignals() as signals:
         try:
-            find_java_and_jars(signals)
+            find_java_and_jars(signals, secure=secure)
             with (
                 _folder(data, ephemeral) as folder,
                 _locked(folder, signals) as lock,
+                _security(folder, secure),
                 _zookeeper(folder, ephemeral, port, zookeeper_memory_bytes, signals) as server,
                 _replicas(
                     server.address, settings, folder, slaves, (broker_port, http_port), lock, signals
@@ -114,6 +126,7 @@ def up(
                 _print_addresses(server.address, replicas, folder, ephemeral, output)
                 while not signals.wait(POLL_S):
                     server.check_running()
+                    server.renew()
                     replicas.check_running()
                 say("Stopping.")
                 replicas.end()
@@ -151,6 +164,33 @@ def _print_addresses(zookeeper: str, replicas: Replicas, folder: Path, ephemeral
             )
     say(f"Data is {'in memory and a temporary folder' if ephemeral else f'in {folder}'}. Ctrl-C stops all.")
     click.echo(f"export METAMQ_ZOOKEEPER={zookeeper}")
+    for name in VARIABLES:
+        if os.environ.get(name):
+            click.echo(f"export {name}={os.environ[name]}")
+
+
+@contextlib.contextmanager
+def _security(folder: Path, secure: bool) -> Iterator[None]:
+    """Makes certificates if there are none yet, and sets the variables for this process and its children."""
+    place = (folder / SECURITY).absolute()
+    if not (secure or (place / CA).exists()):
+        yield
+        return
+    if not (place / CA).exists():
+        from metamq.security.certificates import make_all
+
+        make_all(place, LOOPBACK)
+    variables: dict[str, str] = dict(zip(VARIABLES, (str(place), ADMIN), strict=True))
+    before = {name: value for name, value in os.environ.items() if name.startswith("METAMQ_SECURITY_")}
+    for name in before:  # of another cluster
+        del os.environ[name]
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -210,7 +250,8 @@ def _zookeeper(
 ) -> EmbeddedZooKeeper:
     port = Ports(HOST).take("ZooKeeper", wanted_port, ZOOKEEPER_PORT, "--port")
     data = None if ephemeral else folder / "zookeeper"
-    return EmbeddedZooKeeper(data, port, host=HOST, memory_bytes=memory_bytes, check=signals.check)
+    security = security_config(None, current().config)
+    return EmbeddedZooKeeper(data, port, host=HOST, memory_bytes=memory_bytes, security=security, check=signals.check)
 
 
 @contextlib.contextmanager
@@ -224,7 +265,7 @@ def _replicas(
     signals: StopSignals,
 ) -> Iterator[Replicas]:
     given = current()
-    replicas = Replicas(zookeeper, given.root_path(), given.config, is_auto=not settings.failover)
+    replicas = Replicas(zookeeper, given.access().root, given.config, is_auto=not settings.failover)
     try:
         replicas.start(_places(folder, slaves, *ports), folder, lock)
         replicas.wait_ready(signals.check)

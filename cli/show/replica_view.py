@@ -124,7 +124,8 @@ def _next_master(broker: BrokerReplicas) -> str:
     slaves = [one for one in broker.replicas if one is not master and not one.learner]
     ready = [one.replica for one in slaves if one.in_sync and one.address is not None and not one.problem]
     if broker.successor in ready:
-        return f"Replica {broker.successor} takes over by itself soon. If it does not: `{promote} {broker.successor}`."
+        when = f"later: {broker.successor_waits}" if broker.successor_waits else "soon"
+        return f"Replica {broker.successor} takes over by itself {when}. To do it now: `{promote} {broker.successor}`."
     if ready:
         again = "" if is_waiting else f", unless replica {master.replica} comes back soon"
         return f"`{promote} {ready[0]}` makes replica {ready[0]}, which is in sync, the master{again}."

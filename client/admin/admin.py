@@ -14,11 +14,12 @@ from metamq.client.admin import (
     admin_replicas,
     admin_topics,
     admin_transactions,
+    admin_users,
 )
 from metamq.client.admin.admin_core import WAIT_S, AdminCore, P, T, exported
 from metamq.client.background import background
 from metamq.client.checks import not_picklable
-from metamq.client.settings import zookeeper_root, zookeeper_servers
+from metamq.client.settings import cluster_access
 
 if TYPE_CHECKING:
     from metamq.client.admin.admin_model import (
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
         TopicSettings,
     )
     from metamq.client.net.cluster import ClusterClient
+    from metamq.security.config import SecurityConfig
+    from metamq.security.rights import RightDecision, Rule
     from metamq.wire.xa import Xid
     from metamq.zk.cluster.failover import Failover
     from metamq.zk.cluster.topics import TopicConfig
@@ -50,18 +53,25 @@ class Admin:
     zookeeper:  "host:port,host:port/chroot"; the default is $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
     root:       the root znode of metamq; the default is $METAMQ_ROOT, the TOML file, then /meta.
     config:     a TOML file.
+    security:   the files for TLS; the default is [security] in the TOML file, $METAMQ_SECURITY_..., then none.
 
     All methods raise ConnectError if ZooKeeper cannot be reached. Its `outcome` is "unknown" if a change may have been
     made: check, then repeat. They raise ClosedError after close(), ForkedError in a fork's child, and ConfigError for a
     wrong name. Timeouts are in seconds. Ctrl-C ends a wait at once.
     """
 
-    def __init__(self, zookeeper: str | None = None, *, config: str | None = None, root: str | None = None) -> None:
+    def __init__(
+        self,
+        zookeeper: str | None = None,
+        *,
+        config: str | None = None,
+        root: str | None = None,
+        security: SecurityConfig | None = None,
+    ) -> None:
         self._core = AdminCore()
         self._closed = True
         self._background = background()
-        servers, place = zookeeper_servers(zookeeper, config), zookeeper_root(root, config)
-        self._background.run(self._core.open(servers, place))
+        self._background.run(self._core.open(cluster_access(zookeeper, root, config, security)))
         self._closed = False
 
     # Topics
@@ -228,6 +238,49 @@ class Admin:
         Raises ConfigError for an unknown broker id or a wrong value.
         """
         return self._call(admin_failover.set_failover, broker_id, mode, paused, preferred)
+
+    def users(self) -> list[str]:
+        """Returns the names of the users who log in by password, in order."""
+        return self._call(admin_users.all_users)
+
+    def set_user(self, name: str, password: str) -> None:
+        """Adds a user, or changes its password. Open connections stay; new ones need the new password.
+
+        Raises ConfigError for a wrong name, or a password of less than 8 characters.
+        """
+        self._call(admin_users.set_user, name, password)
+
+    def remove_user(self, name: str) -> None:
+        """Removes a user. Open connections stay. Raises ConfigError if there is no such user."""
+        self._call(admin_users.remove_user, name)
+
+    def rules(self) -> list[Rule]:
+        """Returns the rules of rights, in order."""
+        return self._call(admin_users.all_rules)
+
+    def add_rules(self, effect: str, principal: str, right: str, *resources: str) -> list[Rule]:
+        """Adds a rule for each resource, and returns these rules. They count within a second, at open connections too.
+
+        effect:     "allow" or "deny". A `deny` counts more than any `allow`; without a rule nothing is allowed.
+        principal:  the name of a user or of a certificate; "*": all of them.
+        right:      "read" or "write" of topics; "describe", "promote" or "recover" of the cluster.
+        resources:  as "topic:orders", "topic:orders-*" or "cluster".
+
+        Raises ConfigError, which names the wrong argument.
+        """
+        rules = admin_users.parsed_rules(effect, principal, right, resources)
+        self._call(admin_users.add_rules, rules)
+        return list(rules)
+
+    def remove_rules(self, effect: str, principal: str, right: str, *resources: str) -> list[Rule]:
+        """Removes the rule for each resource: arguments as add_rules(). Raises ConfigError if one is not there."""
+        rules = admin_users.parsed_rules(effect, principal, right, resources)
+        self._call(admin_users.remove_rules, rules)
+        return list(rules)
+
+    def explain_right(self, principal: str, right: str, resource: str) -> RightDecision:
+        """Decides by the present rules if the principal may do this, and says by which rule. Raises ConfigError."""
+        return self._call(admin_users.explain, principal, right, resource)
 
     def plan_balance(self) -> list[MasterPlace]:
         """Returns, for each broker id whose master answers, the replica that should be the master.

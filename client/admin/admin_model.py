@@ -287,7 +287,8 @@ class BrokerReplicas:
     reason, no replica counts as in sync.
 
     `failover` is "auto", "manual", "paused", or "unknown" if its node in ZooKeeper cannot be read. `successor`: the
-    replica that would take over by itself if the master ended now, or None; then `no_successor` is the reason.
+    replica that would take over by itself if the master ended now, or None; then `no_successor` is the reason. If the
+    master does not answer, `successor_waits` is the reason why the successor waits; "" if it does not, or is silent.
     """
 
     broker_id: int
@@ -298,6 +299,7 @@ class BrokerReplicas:
     failover: str = "manual"
     successor: int | None = None
     no_successor: str = ""
+    successor_waits: str = ""
 
 
 @dataclass(frozen=True, slots=True)

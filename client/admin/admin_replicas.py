@@ -12,7 +12,7 @@ from metamq.client.admin.admin_failover import successor_of
 from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.client.admin.promotion_plan import Has, Loss, loss_of
 from metamq.client.net import paged_requests
-from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError
+from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError, NotAuthorized
 from metamq.wire.commands import Command, Promote, Promoted, Stats
 from metamq.wire.headers import unpack
 from metamq.zk.cluster.brokers import BrokerState, StateAt, known, master_of, read_state
@@ -91,8 +91,9 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
         successor, reason = successor_of(failover, replicas)
     except CorruptData as error:
         mode, successor, reason = "unknown", None, error.problem
+    waits = "" if successor is None else str(reports.get(successor, {}).get("failover_waits", ""))
     return BrokerReplicas(
-        broker_id, state.epoch, state.generation, tuple(replicas), was_taken_back, mode, successor, reason
+        broker_id, state.epoch, state.generation, tuple(replicas), was_taken_back, mode, successor, reason, waits
     )
 
 
@@ -215,6 +216,8 @@ async def _lives(cluster: ClusterClient, master: BrokerAddress | None) -> bool:
         return False
     try:
         await _ask_twice(cluster, master)
+    except NotAuthorized:
+        raise
     except MetamqError:
         return False
     return True

@@ -13,9 +13,10 @@ from metamq.client.admin import (
     admin_replicas,
     admin_topics,
     admin_transactions,
+    admin_users,
 )
 from metamq.client.admin.admin_core import WAIT_S, AdminCore, exported
-from metamq.client.settings import zookeeper_root, zookeeper_servers
+from metamq.client.settings import cluster_access
 
 if TYPE_CHECKING:
     from metamq.client.admin.admin_model import (
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
         TopicDescription,
         TopicSettings,
     )
+    from metamq.security.config import SecurityConfig
+    from metamq.security.rights import RightDecision, Rule
     from metamq.wire.xa import Xid
     from metamq.zk.cluster.failover import Failover
     from metamq.zk.cluster.topics import TopicConfig
@@ -51,14 +54,20 @@ class Admin:
     A cancelled call does not revoke a request that was sent: the change may still be made.
     """
 
-    def __init__(self, zookeeper: str | None = None, *, config: str | None = None, root: str | None = None) -> None:
+    def __init__(
+        self,
+        zookeeper: str | None = None,
+        *,
+        config: str | None = None,
+        root: str | None = None,
+        security: SecurityConfig | None = None,
+    ) -> None:
         self._core = AdminCore()
-        self._servers = zookeeper_servers(zookeeper, config)
-        self._root = zookeeper_root(root, config)
+        self._access = cluster_access(zookeeper, root, config, security)
 
     async def open(self) -> Self:
         """Connects to ZooKeeper; `async with` calls it. Raises ConnectError."""
-        await self._core.open(self._servers, self._root)
+        await self._core.open(self._access)
         return self
 
     async def create_topic(
@@ -163,6 +172,38 @@ class Admin:
     ) -> Failover:
         """See metamq.Admin.set_failover."""
         return await self._core.call(admin_failover.set_failover, broker_id, mode, paused, preferred)
+
+    async def users(self) -> list[str]:
+        """See metamq.Admin.users."""
+        return await self._core.call(admin_users.all_users)
+
+    async def set_user(self, name: str, password: str) -> None:
+        """See metamq.Admin.set_user."""
+        await self._core.call(admin_users.set_user, name, password)
+
+    async def remove_user(self, name: str) -> None:
+        """See metamq.Admin.remove_user."""
+        await self._core.call(admin_users.remove_user, name)
+
+    async def rules(self) -> list[Rule]:
+        """See metamq.Admin.rules."""
+        return await self._core.call(admin_users.all_rules)
+
+    async def add_rules(self, effect: str, principal: str, right: str, *resources: str) -> list[Rule]:
+        """See metamq.Admin.add_rules."""
+        rules = admin_users.parsed_rules(effect, principal, right, resources)
+        await self._core.call(admin_users.add_rules, rules)
+        return list(rules)
+
+    async def remove_rules(self, effect: str, principal: str, right: str, *resources: str) -> list[Rule]:
+        """See metamq.Admin.remove_rules."""
+        rules = admin_users.parsed_rules(effect, principal, right, resources)
+        await self._core.call(admin_users.remove_rules, rules)
+        return list(rules)
+
+    async def explain_right(self, principal: str, right: str, resource: str) -> RightDecision:
+        """See metamq.Admin.explain_right."""
+        return await self._core.call(admin_users.explain, principal, right, resource)
 
     async def plan_balance(self) -> list[MasterPlace]:
         """See metamq.Admin.plan_balance."""

@@ -21,7 +21,7 @@ from metamq.client.model import Message, message_of
 from metamq.client.offsets.dbapi import NOT_GIVEN, AnyConnection, database_of
 from metamq.client.one_loop import OneLoop
 from metamq.client.opened_later import OpenedLater
-from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.client.settings import cluster_access, load
 from metamq.client.typevars import T
 from metamq.errors import ForkedError
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from metamq.client.fetch.inbox import InFlightBatch
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.offsets.offsets import OffsetStorage
+    from metamq.security.config import SecurityConfig
     from metamq.zk.partitions import TopicPartition
 
 
@@ -63,6 +64,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         consumer_id: str | None = None,
         config: str | None = None,
         root: str | None = None,
+        security: SecurityConfig | None = None,
         **settings: Unpack[ConsumerSettings],
     ) -> None:
         check_callables(decode=decode, filter=filter, on_assigned=on_assigned, on_revoked=on_revoked)
@@ -80,8 +82,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
             decode=decode,
         )
         self._options = load(ConsumerOptions, "consumer", file=config, arguments=settings, others=type(self))
-        self._servers = zookeeper_servers(zookeeper, config)
-        self._root = zookeeper_root(root, config)
+        self._access = cluster_access(zookeeper, root, config, security)
         self._filter = filter
         self._idle_timeout_s = idle_timeout_s
         self._callbacks = _awaited(on_assigned), _awaited(on_revoked)
@@ -97,7 +98,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         loop = asyncio.get_running_loop()
         self._core = ConsumerCore(self._plan, self._options, loop, on_assigned=on_assigned, on_revoked=on_revoked)
         self._receiver = TaskReceiver(self._core, self._idle_timeout_s)
-        await self._core.open(self._servers, self._root)
+        await self._core.open(self._access)
         self._closed = False
         return self
 
@@ -205,7 +206,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         The listener may be a plain function that does not block: while it runs, the loop does no other work.
         """
         self._core.check_loop_may_begin()
-        dead_letters = DeadLetters(self._servers, self._root, self._plan.group) if dead_letter else None
+        dead_letters = DeadLetters(self._access, self._plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
         tasks = ListenerTasks(listener, self._filter, dead_letters, policy, concurrency, self._receiver)
         with self._one_loop.begun(asyncio.current_task) as check_loop:

@@ -24,7 +24,7 @@ from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettin
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.dbapi import NOT_GIVEN, DatabaseConnection, blocking_database_of
 from metamq.client.one_loop import OneLoop
-from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.client.settings import cluster_access, load
 from metamq.client.typevars import T
 from metamq.errors import ClosedError, ConfigError, ForkedError
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from metamq.client.fetch.inbox import InFlightBatch
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.offsets.offsets import OffsetStorage
+    from metamq.security.config import SecurityConfig
     from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")
@@ -101,6 +102,7 @@ class Consumer(ConsumerApi[T]):
         consumer_id: str | None = None,
         config: str | None = None,
         root: str | None = None,
+        security: SecurityConfig | None = None,
         **settings: Unpack[ConsumerSettings],
     ) -> None:
         check_callables(decode=decode, filter=filter, on_assigned=on_assigned, on_revoked=on_revoked)
@@ -129,9 +131,8 @@ class Consumer(ConsumerApi[T]):
             plan, options, self._background.loop, on_assigned=_in_thread(on_assigned), on_revoked=_in_thread(on_revoked)
         )
         self._receiver = ThreadReceiver(self._core, self._background, idle_timeout_s, confirms=self._asks_for_the_end)
-        self._servers = zookeeper_servers(zookeeper, config)
-        self._root = zookeeper_root(root, config)
-        self._background.run(self._core.open(self._servers, self._root))
+        self._access = cluster_access(zookeeper, root, config, security)
+        self._background.run(self._core.open(self._access))
         self._closed = False
 
     def __iter__(self) -> Iterator[Message[T]]:
@@ -292,7 +293,7 @@ class Consumer(ConsumerApi[T]):
         and the message is not done. metamq.aio.Consumer awaits its listener.
         """
         self._core.check_loop_may_begin()
-        dead_letters = DeadLetters(self._servers, self._root, self._core.plan.group) if dead_letter else None
+        dead_letters = DeadLetters(self._access, self._core.plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
         pool = ListenerPool(listener, self._filter, dead_letters, policy, concurrency, self._receiver, self._background)
         with self._one_loop.begun(threading.current_thread) as check_loop:

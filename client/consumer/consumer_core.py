@@ -47,6 +47,7 @@ from metamq.zk.partitions import TopicPartition
 from metamq.zk.session.lease import Lease
 
 if TYPE_CHECKING:
+    from metamq.client.settings import ClusterAccess
     from metamq.wire.commands import GetResult
     from metamq.zk.session.session import Session
 
@@ -89,10 +90,10 @@ class ConsumerCore:
         self._session: Session | None = None
         register_for_forks(self)
 
-    async def open(self, servers: str, root: str) -> None:
+    async def open(self, access: ClusterAccess) -> None:
         """Connects, joins the group, starts. Raises ConnectError, TopicNotFound, ConfigError."""
         options = self.options
-        self._session = await open_client_session(servers, root, options.session_timeout_ms)
+        self._session = await open_client_session(access, options.session_timeout_ms)
         self._lease = Lease(self._session)
         reads_slaves = options.read_from == "any"
         self.cluster = ClusterClient(self._session, self._cluster_changed, with_slaves=reads_slaves)
@@ -112,7 +113,7 @@ class ConsumerCore:
             self._assignment = self._make_assignment(self._session)
             self.commits = OffsetCommits(self.plan, self.inbox, self._assignment, self.outages.errors)
             parts = self._lease, self.inbox, self._assignment, self.outages, self._finder
-            self.end = LoopEnd(servers, *parts, pauses=self._needs_lease)
+            self.end = LoopEnd(access.zookeeper, *parts, pauses=self._needs_lease)
             await self._assignment.start()
         except BaseException:
             await self._shut_down()

@@ -18,6 +18,7 @@ from metamq.zk.names import DEAD_LETTER_SUFFIX
 
 if TYPE_CHECKING:
     from metamq.client.model import Message
+    from metamq.client.settings import ClusterAccess
 
 log = logging.getLogger("metamq.client")
 
@@ -48,10 +49,9 @@ def dead_letter_headers(message: Message[Any], error: Exception, attempts: int) 
 class DeadLetters:
     """Sends given-up messages to the group's dead-letter topic, which is created when the first message comes."""
 
-    def __init__(self, zookeeper: str, root: str, group: str | None) -> None:
+    def __init__(self, access: ClusterAccess, group: str | None) -> None:
         self.topic = dead_letter_topic(group)
-        self._zookeeper = zookeeper
-        self._root = root
+        self._access = access
         self._producer: BaseProducer[bytes] | None = None
         self._has_topic = False
         self._opening = asyncio.Lock()
@@ -66,7 +66,8 @@ class DeadLetters:
     async def _open(self) -> BaseProducer[bytes]:
         async with self._opening:
             if self._producer is None:
-                made = BaseProducer[bytes](self._zookeeper, root=self._root, buffer_bytes=BUFFER_BYTES)
+                zookeeper, root, security = self._access
+                made = BaseProducer[bytes](zookeeper, root=root, security=security, buffer_bytes=BUFFER_BYTES)
                 self._producer = await made.open()
             if not self._has_topic:
                 cluster, settings = self._producer._core.cluster, TopicSettings(max_message_bytes=MESSAGE_BYTES_MAX)

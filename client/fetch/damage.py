@@ -13,6 +13,7 @@ from metamq.zk.names import parse_partition
 
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient, Source
+    from metamq.security.tls import ClientSecurity
     from metamq.zk.cluster.registrations import BrokerAddress
     from metamq.zk.partitions import TopicPartition
 
@@ -28,10 +29,10 @@ def report_of(tp: TopicPartition, topic_id: str, offset: int) -> OffsetsEntry:
     return OffsetsEntry(tp.topic, topic_id, index, LATEST, damaged=offset)
 
 
-async def report_to(replica: BrokerAddress, entry: OffsetsEntry) -> None:
+async def report_to(replica: BrokerAddress, entry: OffsetsEntry, security: ClientSecurity | None) -> None:
     """Sends a report like report_damage(), over a connection of its own."""
     try:
-        connection = await BrokerConnection.open(replica.host, replica.port)
+        connection = await BrokerConnection.open(replica.host, replica.port, security=security)
         try:
             await paged_requests.ask_offsets(connection, [entry])
         finally:

@@ -7,18 +7,23 @@ is in the kernel's buffer.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import ssl
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.net import transport
-from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
+from metamq.errors import AuthenticationFailed, ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
+from metamq.security.tls import ENDED, tls_reason
 from metamq.wire.addresses import are_near
 from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.connection import ClientConnection, Response
 
 if TYPE_CHECKING:
+    from metamq.security.tls import ClientSecurity
     from metamq.wire.frames import Buffer
 
 SOON_S = 0.001
@@ -34,6 +39,7 @@ class BlockingConnection:
         self.address = address
         self._socket = sock
         self._connection = ClientConnection(address, transport.client_name(), BufferPool(transport.KEPT_BYTES).take)
+        self._is_plain = True
         self._wake_bytes = 1
         self.is_open = True
         """False as soon as something has failed on the connection."""
@@ -41,24 +47,35 @@ class BlockingConnection:
         """True if the broker is on this machine."""
 
     @classmethod
-    def open(cls, host: str, port: int, *, timeout_s: float = transport.CONNECT_TIMEOUT_S) -> BlockingConnection:
+    def open(
+        cls,
+        host: str,
+        port: int,
+        *,
+        security: ClientSecurity | None = None,
+        timeout_s: float = transport.CONNECT_TIMEOUT_S,
+    ) -> BlockingConnection:
         """Connects and greets. `host` may be several hosts, separated by commas, which are tried in their order.
 
-        Raises ConnectError, UnsupportedVersion, or the broker's error.
+        With `security`, the broker's certificate must be valid for the host.
+
+        Raises ConnectError, UnsupportedVersion, AuthenticationFailed, or the broker's error.
         """
         address = f"{host}:{port}"
         refused: dict[str, ConnectError] = {}
         for one, limit_s in transport.hosts_with_timeouts(host, timeout_s):
             try:
-                return cls._open(address, one, port, limit_s)
-            except UnsupportedVersion:
+                return cls._open(address, one, port, security, limit_s)
+            except (UnsupportedVersion, AuthenticationFailed):
                 raise
             except ConnectError as error:
                 refused[one] = error
         raise transport.none_answered(address, refused)
 
     @classmethod
-    def _open(cls, address: str, host: str, port: int, timeout_s: float) -> BlockingConnection:
+    def _open(
+        cls, address: str, host: str, port: int, security: ClientSecurity | None, timeout_s: float
+    ) -> BlockingConnection:
         deadline_s = time.monotonic() + timeout_s
         try:
             sock = socket.create_connection((host, port), timeout_s)
@@ -71,17 +88,34 @@ class BlockingConnection:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 transport.keep_alive(sock)
                 transport.grow_receive_buffer(sock, RECEIVE_BUFFER_BYTES)
-                connection.is_near = are_near(sock.getpeername(), sock.getsockname())
-                connection._write(connection._connection.hello())
-                while connection._connection.greeting is None:
+                if security is not None:
                     sock.settimeout(max(deadline_s - time.monotonic(), SOON_S))
+                    connection.secure(security, host)
+                connection.is_near = are_near(connection._socket.getpeername(), connection._socket.getsockname())
+                connection._write(connection._connection.hello())
+                while not connection._connection.is_open:
+                    connection._socket.settimeout(max(deadline_s - time.monotonic(), SOON_S))
                     connection._received()
+                    if login := connection._connection.outgoing():
+                        connection._write(login)
             except ProtocolError as error:
                 raise ConnectError(address, error.problem, hint=error.hint) from error
+            except ssl.SSLError as error:
+                raise _with_reason(address, tls_reason(error)) from error
+            except ConnectionError as error:
+                if security is None or connection._connection.greeting is not None:
+                    raise _not_connected(address, error, timeout_s) from error
+                raise _with_reason(address, ENDED) from error
             except OSError as error:
                 raise _not_connected(address, error, timeout_s) from error
             undo.pop_all()
         return connection
+
+    def secure(self, security: ClientSecurity, host: str) -> None:
+        """Begins TLS. Raises OSError, SSLError."""
+        self._socket = tls = security.tls.current().wrap_socket(self._socket, server_hostname=host)
+        self._is_plain = False
+        self._connection.login = partial(security.login, self.address, tls)
 
     @property
     def broker_id(self) -> int:
@@ -95,14 +129,9 @@ class BlockingConnection:
         has closed the connection."""
         if not self.is_open:
             return False
-        self._socket.settimeout(0)
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+        unread = select.poll()
+        unread.register(self._socket, select.POLLIN)
+        return not unread.poll(0)
 
     def send(self, command: int, header: Any, *, timeout_s: float) -> None:
         """Sends a request. The previous request must be answered. Raises ConnectError, Timeout."""
@@ -135,20 +164,29 @@ class BlockingConnection:
         self._socket.sendall(b"".join(buffers))
 
     def _received(self) -> list[Response]:
-        count = self._socket.recv_into(self._connection.next_buffer())
+        buffer = self._connection.next_buffer()
+        count = self._socket.recv_into(buffer)
         if not count:
             raise ConnectionError("the broker closed the connection")
+        if not self._is_plain:  # each call returns one record of TLS, 16 KiB at most
+            enough = min(self._wake_bytes, len(buffer))
+            while count < enough and (more := self._socket.recv_into(buffer[count:])):
+                count += more
         responses = list(self._connection.received(count))
         wake_bytes = min(self._connection.missing_bytes, transport.WAKE_BYTES) or 1
         if wake_bytes != self._wake_bytes:
             self._wake_bytes = wake_bytes
-            transport.wake_after(self._socket, wake_bytes)
+            if self._is_plain:
+                transport.wake_after(self._socket, wake_bytes)
         return responses
 
     def _broken(self, error: OSError, timeout_s: float) -> MetamqError:
         self.abort()
         if isinstance(error, TimeoutError):
             return Timeout(f"the answer of {self.address}", timeout_s)
+        if isinstance(error, ssl.SSLError):
+            reason, hint = tls_reason(error)
+            return ConnectError(self.address, reason, hint=hint, outcome="unknown")
         return ConnectError(self.address, transport.reason_of(error), outcome="unknown")
 
     def abort(self) -> None:
@@ -156,6 +194,10 @@ class BlockingConnection:
         self.is_open = False
         self._connection.close()
         self._socket.close()
+
+
+def _with_reason(address: str, reason: tuple[str, str]) -> ConnectError:
+    return ConnectError(address, reason[0], hint=reason[1])
 
 
 def _not_connected(address: str, error: OSError, timeout_s: float) -> ConnectError:

@@ -48,7 +48,7 @@ class ClusterClient:
     ) -> None:
         self.session = session
         self.topics = TopicStore(session)
-        self.connections = Connections()
+        self.connections = Connections(session.security.brokers)
         self.configs: dict[str, TopicConfig] = {}
         self.brokers: dict[int, BrokerAddress] = {}
         """The masters, by broker id."""

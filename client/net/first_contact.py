@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from metamq.client.forks import register_for_forks
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ClosedError, ConnectError, ForkedError, MetamqError, closed_client
-from metamq.zk.paths import DEFAULT_ROOT
+from metamq.security.tls import client_security
 from metamq.zk.servers import parse_servers
 from metamq.zk.session.attempts import CLOSED, NOT_ZOOKEEPER
 from metamq.zk.session.presence import warn_without_cluster
 from metamq.zk.session.session import Session
 
+if TYPE_CHECKING:
+    from metamq.client.settings import ClusterAccess
+    from metamq.security.tls import ClientSecurity
+
 GREETING_TIMEOUT_S = 1.0
 SESSION_TIMEOUT_MS = 10_000
 
 
-async def open_client_session(servers: str, root: str, timeout_ms: int = SESSION_TIMEOUT_MS) -> Session:
+async def open_client_session(access: ClusterAccess, timeout_ms: int = SESSION_TIMEOUT_MS) -> Session:
     """Opens a session. Warns if no broker has ever used this ZooKeeper. Raises ConfigError, ConnectError."""
-    session = await open_session(servers, root=root, timeout_ms=timeout_ms)
+    session = await open_session(access, timeout_ms=timeout_ms)
     await warn_without_cluster(session)
     return session
 
@@ -34,9 +39,9 @@ class OwnCluster:
         self._cluster: ClusterClient | None = None
         register_for_forks(self)
 
-    async def open(self, servers: str, root: str) -> None:
+    async def open(self, access: ClusterAccess) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
-        self._cluster = ClusterClient(await open_client_session(servers, root))
+        self._cluster = ClusterClient(await open_client_session(access))
         self.closed_by = None
 
     @property
@@ -66,30 +71,37 @@ class OwnCluster:
 
 
 async def open_session(
-    servers: str,
+    access: ClusterAccess,
     *,
-    root: str = DEFAULT_ROOT,
     timeout_ms: int = SESSION_TIMEOUT_MS,
     patient: bool = True,
     make_chroot: bool = False,
 ) -> Session:
     """Opens a session like Session.open. If a broker listens at the address, the error says so."""
+    security = client_security(access.security)
     try:
-        return await Session.open(servers, root=root, timeout_ms=timeout_ms, patient=patient, make_chroot=make_chroot)
+        return await Session.open(
+            access.zookeeper,
+            root=access.root,
+            timeout_ms=timeout_ms,
+            patient=patient,
+            make_chroot=make_chroot,
+            security=security,
+        )
     except ConnectError as error:
         if not any(words in error.reason for words in (CLOSED, NOT_ZOOKEEPER)):
             raise
-        brokers = await _brokers_among(parse_servers(servers)[0])
+        brokers = await _brokers_among(parse_servers(access.zookeeper)[0], security.brokers)
         if not brokers:
             raise
         hint = "Give ZooKeeper's address: brokers are found through it."
         raise ConnectError(error.address, f"{', '.join(brokers)} is a metamq broker", hint=hint) from error
 
 
-async def _brokers_among(hosts: list[tuple[str, int]]) -> list[str]:
+async def _brokers_among(hosts: list[tuple[str, int]], security: ClientSecurity | None) -> list[str]:
     async def greets(host: str, port: int) -> bool:
         try:
-            connection = await BrokerConnection.open(host, port, timeout_s=GREETING_TIMEOUT_S)
+            connection = await BrokerConnection.open(host, port, security=security, timeout_s=GREETING_TIMEOUT_S)
         except ConnectError:
             return False
         await connection.close()

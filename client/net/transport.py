@@ -11,18 +11,22 @@ import logging
 import os
 import platform
 import socket
+import ssl
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import metamq
-from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
+from metamq.errors import AuthenticationFailed, ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
+from metamq.security.tls import ENDED, tls_reason
 from metamq.wire import status
 from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import Command, HelloReply
 from metamq.wire.connection import PUSHED, ClientConnection, Response
 
 if TYPE_CHECKING:
+    from metamq.security.tls import ClientSecurity
     from metamq.wire.frames import Buffer
     from metamq.zk.cluster.registrations import BrokerAddress
 
@@ -41,10 +45,14 @@ IS_IT_RUNNING = "Is the broker running? `metamq doctor` looks at every part."
 WAKE_BYTES = 256 * 1024
 """Within a large answer the kernel wakes the reader once per so many bytes, instead of once per 100 KB or so. One
 wake-up costs as much as copying some ten thousand bytes."""
+_CLOSED = "the broker closed the connection"
 
 
 def wake_after(sock: socket.socket, size: int) -> None:
-    """Makes the kernel wake a reader only after `size` bytes, which must be certain to come, or at the end."""
+    """Makes the kernel wake a reader only after `size` bytes, which must be certain to come, or at the end.
+
+    Not for TLS: its records, which the kernel counts, are longer than the data, and come in an order of their own.
+    """
     if sys.platform == "linux":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
@@ -102,48 +110,61 @@ def client_name() -> str:
 class BrokerConnection(asyncio.BufferedProtocol):
     """An open connection. Not thread-safe: for its loop only. Cancelling a wait does not revoke the request."""
 
-    def __init__(self, address: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, address: str, loop: asyncio.AbstractEventLoop, security: ClientSecurity | None = None) -> None:
         self.address = address
         self._loop = loop
+        self._security = security
         self._connection = ClientConnection(address, client_name(), BufferPool(KEPT_BYTES).take)
         self._waiting: dict[int, asyncio.Future[Response]] = {}
         self._pushed: Callable[[Any, memoryview], None] | None = None
         self._opened: asyncio.Future[HelloReply] = loop.create_future()
         self._transport: asyncio.Transport | None = None
+        self._is_plain = True
         self._wake_bytes = 1
         self.closed = loop.create_future()
         """A future that is done, with the reason as its result, once the connection is closed."""
 
     @classmethod
-    async def open(cls, host: str, port: int, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BrokerConnection:
+    async def open(
+        cls, host: str, port: int, *, security: ClientSecurity | None = None, timeout_s: float = CONNECT_TIMEOUT_S
+    ) -> BrokerConnection:
         """Connects and greets. `host` may be several hosts, separated by commas, which are tried in their order.
 
-        Raises ConnectError, UnsupportedVersion, or the broker's error.
+        With `security`, the broker's certificate must be valid for the host.
+
+        Raises ConnectError, UnsupportedVersion, AuthenticationFailed, or the broker's error.
         """
         address = f"{host}:{port}"
         errors: dict[str, ConnectError] = {}
         for one, limit_s in hosts_with_timeouts(host, timeout_s):
             try:
-                return await cls._open(address, one, port, limit_s)
-            except UnsupportedVersion:
+                return await cls._open(address, one, port, security, limit_s)
+            except (UnsupportedVersion, AuthenticationFailed):
                 raise
             except ConnectError as error:
                 errors[one] = error
         raise none_answered(address, errors)
 
     @classmethod
-    async def _open(cls, address: str, host: str, port: int, timeout_s: float) -> BrokerConnection:
+    async def _open(
+        cls, address: str, host: str, port: int, security: ClientSecurity | None, timeout_s: float
+    ) -> BrokerConnection:
         loop = asyncio.get_running_loop()
-        connection = cls(address, loop)
+        connection = cls(address, loop, security)
+        context = None if security is None else security.tls.current()
         try:
             async with asyncio.timeout(timeout_s):
-                await loop.create_connection(lambda: connection, host, port)
+                await loop.create_connection(lambda: connection, host, port, ssl=context)
                 await connection._opened
         except TimeoutError:
             connection.abort()
             raise ConnectError(address, f"no answer within {timeout_s:g} s", hint=IS_IT_RUNNING) from None
-        except OSError as error:
-            raise ConnectError(address, reason_of(error), hint=IS_IT_RUNNING) from error
+        except ssl.SSLError as error:
+            reason, hint = tls_reason(error)
+            raise ConnectError(address, reason, hint=hint) from error
+        except OSError as error:  # without a reason if the broker ends a handshake
+            reason, hint = (reason_of(error), IS_IT_RUNNING) if reason_of(error) else ENDED
+            raise ConnectError(address, reason, hint=hint) from error
         except ProtocolError as error:
             raise ConnectError(address, error.problem, hint=error.hint) from error
         except BaseException:
@@ -165,6 +186,10 @@ class BrokerConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # the class of uvloop is not a subclass
         self._transport = transport
+        tls = transport.get_extra_info("ssl_object")
+        self._is_plain = tls is None
+        if self._security is not None:
+            self._connection.login = partial(self._security.login, self.address, tls)
         keep_alive(transport.get_extra_info("socket"))
         transport.writelines(self._connection.hello())
 
@@ -183,12 +208,18 @@ class BrokerConnection(asyncio.BufferedProtocol):
         except MetamqError as error:
             self._fail(error)
             return
-        if not self._opened.done() and self._connection.greeting is not None:
-            self._opened.set_result(self._connection.greeting)
+        if not self._opened.done():
+            self._go_on_opening()
         wake_bytes = min(self._connection.missing_bytes, WAKE_BYTES) or 1
-        if wake_bytes != self._wake_bytes and self._transport is not None:
+        if wake_bytes != self._wake_bytes and self._transport is not None and self._is_plain:
             self._wake_bytes = wake_bytes
             wake_after(self._transport.get_extra_info("socket"), wake_bytes)
+
+    def _go_on_opening(self) -> None:
+        if self._transport is not None and (login := self._connection.outgoing()):
+            self._transport.writelines(login)
+        if self._connection.is_open:
+            self._opened.set_result(self.greeting)
 
     def _push_received(self, response: Response) -> None:
         if response.status != status.OK:
@@ -207,8 +238,10 @@ class BrokerConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._connection.close()
-        reason = str(exc) if exc else "the broker closed the connection"
-        self._lost(ConnectError(self.address, reason, outcome="unknown"))
+        reason, hint = tls_reason(exc) if isinstance(exc, ssl.SSLError) else (str(exc or _CLOSED), "")
+        if self._security is not None and self._connection.greeting is None:
+            reason, hint = ENDED
+        self._lost(ConnectError(self.address, reason, hint=hint, outcome="unknown"))
 
     def _lost(self, error: MetamqError) -> None:
         if not self._opened.done():
@@ -307,7 +340,8 @@ _Place = tuple[int, str, int, str]
 class Connections:
     """One connection per address, opened on demand. After a failure it is opened again, with growing pauses."""
 
-    def __init__(self) -> None:
+    def __init__(self, security: ClientSecurity | None = None) -> None:
+        self._security = security
         self._open: dict[_Place, BrokerConnection] = {}
         self._opening: dict[_Place, asyncio.Task[BrokerConnection]] = {}
         self._pause_s: dict[_Place, float] = {}
@@ -337,7 +371,7 @@ class Connections:
         if pause_s:
             await asyncio.sleep(pause_s)
         self._pause_s[place] = min(max(pause_s * 2, BACKOFF_FIRST_S), BACKOFF_MAX_S)
-        connection = await BrokerConnection.open(host, port)
+        connection = await BrokerConnection.open(host, port, security=self._security)
         if connection.greeting.broker_id != broker_id:
             connection.abort()
             raise another_answered(connection.address, connection.greeting.broker_id, broker_id)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 from metamq.client.checks import check_callables, check_timeout
 from metamq.client.opened_later import OpenedLater
 from metamq.client.producer.producer_api import ProducerApi, ProducerSettings
 from metamq.client.producer.producer_core import FLUSH_TIMEOUT_S, ProducerCore, ProducerOptions
-from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.client.settings import cluster_access, load
 from metamq.client.typevars import T
+
+if TYPE_CHECKING:
+    from metamq.security.config import SecurityConfig
 
 
 class BaseProducer(OpenedLater, ProducerApi[T]):
@@ -33,12 +36,12 @@ class BaseProducer(OpenedLater, ProducerApi[T]):
         encode: Callable[[T], bytes] | None = None,
         config: str | None = None,
         root: str | None = None,
+        security: SecurityConfig | None = None,
         **settings: Unpack[ProducerSettings],
     ) -> None:
         check_callables(encode=encode)
         self._options = load(ProducerOptions, "producer", file=config, arguments=settings, others=type(self))
-        self._servers = zookeeper_servers(zookeeper, config)
-        self._root = zookeeper_root(root, config)
+        self._access = cluster_access(zookeeper, root, config, security)
         self._encode = encode
         self._has_transactions = False
         self._closed = False
@@ -47,7 +50,7 @@ class BaseProducer(OpenedLater, ProducerApi[T]):
         """Connects to ZooKeeper; `async with` calls it. Raises ConnectError, or ConfigError on the second call."""
         self._open_once()
         self._core = ProducerCore(self._options, asyncio.get_running_loop(), wait_s=0)
-        await self._core.open(self._servers, self._root)
+        await self._core.open(self._access)
         return self
 
     async def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:

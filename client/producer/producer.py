@@ -10,15 +10,18 @@ import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from metamq.client.background import background
 from metamq.client.checks import check_callables, check_seconds, check_timeout
 from metamq.client.producer.producer_api import ProducerApi, ProducerSettings
 from metamq.client.producer.producer_core import FLUSH_TIMEOUT_S, ProducerCore, ProducerOptions
-from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.client.settings import cluster_access, load
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, ForkedError
+
+if TYPE_CHECKING:
+    from metamq.security.config import SecurityConfig
 
 log = logging.getLogger("metamq.client")
 
@@ -54,6 +57,7 @@ class BaseProducer(ProducerApi[T]):
         full_timeout_s: float | None = None,
         config: str | None = None,
         root: str | None = None,
+        security: SecurityConfig | None = None,
         **settings: Unpack[ProducerSettings],
     ) -> None:
         if on_full not in ("block", "raise"):
@@ -67,8 +71,7 @@ class BaseProducer(ProducerApi[T]):
         self._background = background()
         wait_s = 0.0 if on_full == "raise" else full_timeout_s
         self._core = ProducerCore(options, self._background.loop, wait_s=wait_s)
-        servers = zookeeper_servers(zookeeper, config)
-        self._background.run(self._core.open(servers, zookeeper_root(root, config)))
+        self._background.run(self._core.open(cluster_access(zookeeper, root, config, security)))
         self._closed = False
         _unclosed.add(self)
 

@@ -28,6 +28,7 @@ from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTE
 from metamq.words import count
 
 if TYPE_CHECKING:
+    from metamq.client.settings import ClusterAccess
     from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.client")
@@ -108,10 +109,10 @@ class ProducerCore:
         )
         register_for_forks(self)
 
-    async def open(self, servers: str, root: str) -> None:
+    async def open(self, access: ClusterAccess) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
         self._thread = threading.get_ident()
-        self._session = await open_client_session(servers, root)
+        self._session = await open_client_session(access)
         self.cluster = ClusterClient(self._session, changed=self._cluster_changed)
         self.sender = Sender(
             self.cluster,

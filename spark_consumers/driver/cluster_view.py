@@ -25,6 +25,7 @@ from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
+    from metamq.client.settings import ClusterAccess
     from metamq.spark_consumers.driver.stream_offsets import Places, StreamPlace
     from metamq.spark_consumers.source.options import Subscription
     from metamq.wire.commands import OffsetsResult
@@ -41,14 +42,14 @@ Topics = dict[TopicPartition, str]
 class ClusterView:
     """An open view. Raises ConnectError, ConfigError if it cannot be opened."""
 
-    def __init__(self, zookeeper: str, root: str) -> None:
+    def __init__(self, access: ClusterAccess) -> None:
         self._loop = background()
-        self._cluster = self._run(self._open(zookeeper, root))
+        self._cluster = self._run(self._open(access))
         self._topics: list[str] = []
         """The topics of the last list, for when ZooKeeper is away."""
 
-    async def _open(self, zookeeper: str, root: str) -> ClusterClient:
-        return ClusterClient(await open_client_session(zookeeper, root, SESSION_TIMEOUT_MS), with_slaves=True)
+    async def _open(self, access: ClusterAccess) -> ClusterClient:
+        return ClusterClient(await open_client_session(access, SESSION_TIMEOUT_MS), with_slaves=True)
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._loop.run(coroutine)

@@ -174,8 +174,7 @@ def tasks(
             FetchTask(
                 wanted=piece,
                 replicas=replicas.get(piece.tp, ()),
-                zookeeper=options.zookeeper,
-                root=options.root,
+                access=options.access,
                 epoch=epoch,
                 last_epoch=last_epoch,
                 fail_on_data_loss=options.fail_on_data_loss,

@@ -66,7 +66,7 @@ class StreamPlanner:
 
     def _opened(self) -> ClusterView:
         if self._view is None:
-            view = ClusterView(self._options.zookeeper, self._options.root)
+            view = ClusterView(self._options.access)
             if self._options.group is not None:
                 view.check_group(self._options.group)
                 self._publisher = Publisher(partial(view.publish_soon, self._options.group))

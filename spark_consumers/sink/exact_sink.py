@@ -33,6 +33,7 @@ from metamq.spark_consumers.source.spark_versions import stream_arrow_writer
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from metamq.client.settings import ClusterAccess
     from metamq.spark_consumers.sink.sink_options import SinkOptions
 
 StreamArrowWriter: Any = stream_arrow_writer()
@@ -60,10 +61,10 @@ class Prepared(WriterCommitMessage):
     """The history of each broker that has a branch of the attempt."""
 
 
-_claimed: set[tuple[str, str, str, SinkOwner]] = set()
+_claimed: set[tuple[ClusterAccess, str, SinkOwner]] = set()
 _touched_s: dict[str, float] = {}
 """The claims of this process, each for a cluster; and the last report of each batch write."""
-_not_exact: set[tuple[str, str, str]] = set()
+_not_exact: set[tuple[ClusterAccess, str]] = set()
 """Queries, each at a cluster, that had no decision when this process looked."""
 
 
@@ -75,7 +76,7 @@ def claim(options: SinkOptions, sink: str | None, owner: SinkOwner) -> None:
     client = sink_client(options)
     wanted = [(options.sink_id, SinkOwner(owner.identity)), (sink, owner)]
     for name, by in wanted:
-        if name is None or (said := (options.zookeeper, options.root, name, by)) in _claimed:
+        if name is None or (said := (options.access, name, by)) in _claimed:
             continue
         client.background.run(client.committer(name, by).claim())
         _claimed.add(said)
@@ -91,7 +92,7 @@ def refuse_half_done(options: SinkOptions, location: str | None) -> None:
     query = known_id(folder)
     if folder is None or query is None or is_ending_a_batch():
         return
-    seen = options.zookeeper, options.root, query
+    seen = options.access, query
     if seen in _not_exact and is_just_planned(folder):
         return
     client = sink_client(options)

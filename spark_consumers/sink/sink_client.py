@@ -23,6 +23,7 @@ from metamq.spark_consumers.sink.committing import Committer
 from metamq.spark_consumers.sink.task_branches import TaskBranches
 
 if TYPE_CHECKING:
+    from metamq.client.settings import ClusterAccess
     from metamq.spark_consumers.sink.decision_store import SinkOwner
     from metamq.spark_consumers.sink.decisions import BranchName
     from metamq.spark_consumers.sink.sink_options import SinkOptions
@@ -38,15 +39,15 @@ RETRY_S = 0.2
 class Connected:
     """The connection of a process to a cluster, for all of its writes. For any thread."""
 
-    def __init__(self, zookeeper: str, root: str, patience_s: float) -> None:
+    def __init__(self, access: ClusterAccess, patience_s: float) -> None:
         """Raises ConnectError if ZooKeeper is not reached in `patience_s` and at least one try; ConfigError."""
         self.background = background()
         self._senders: dict[tuple[Codec, float], ColumnarSender] = {}
-        self.cluster = _patiently(lambda: self.background.run(self._open(zookeeper, root)), patience_s)
+        self.cluster = _patiently(lambda: self.background.run(self._open(access)), patience_s)
         self.ends = BranchEnds(self.cluster)
 
-    async def _open(self, zookeeper: str, root: str) -> ClusterClient:
-        session = await open_client_session(zookeeper, root, SESSION_TIMEOUT_MS)
+    async def _open(self, access: ClusterAccess) -> ClusterClient:
+        session = await open_client_session(access, SESSION_TIMEOUT_MS)
         return ClusterClient(session, changed=self._changed)
 
     def _changed(self) -> None:
@@ -74,7 +75,7 @@ class SinkClient:
     def __init__(self, options: SinkOptions, connected: Connected | None = None) -> None:
         """`connected`: None for a connection of its own. Raises ConnectError, ConfigError."""
         self.options = options
-        self._connected = connected or Connected(options.zookeeper, options.root, options.delivery_timeout_s)
+        self._connected = connected or Connected(options.access, options.delivery_timeout_s)
         self.background = self._connected.background
         self.cluster = self._connected.cluster
 
@@ -124,16 +125,16 @@ def _patiently(call: Callable[[], T], patience_s: float) -> T:
             time.sleep(RETRY_S)
 
 
-_connected: dict[tuple[str, str], Connected] = {}
+_connected: dict[ClusterAccess, Connected] = {}
 
 
 def sink_client(options: SinkOptions, *, is_first: bool = False) -> SinkClient:
     """Returns a client with this process's connection. `is_first`: no process has reached this cluster yet, so
     ZooKeeper is tried once, for ten seconds. Raises ConnectError, ConfigError."""
-    where = options.zookeeper, options.root
-    if where not in _connected:
-        _connected[where] = Connected(*where, 0.0 if is_first else options.delivery_timeout_s)
-    return SinkClient(options, _connected[where])
+    access = options.access
+    if access not in _connected:
+        _connected[access] = Connected(access, 0.0 if is_first else options.delivery_timeout_s)
+    return SinkClient(options, _connected[access])
 
 
 os.register_at_fork(after_in_child=_connected.clear)

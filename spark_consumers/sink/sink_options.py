@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from metamq.client.settings import zookeeper_root, zookeeper_servers
+from metamq.client.settings import ClusterAccess, cluster_access
 from metamq.errors import ConfigError
 from metamq.spark_consumers.sink.decisions import JOB, NAME_CHARS_MAX
 from metamq.spark_consumers.source.boundaries import checked
@@ -43,8 +43,7 @@ TYPES: dict[str, tuple[str, ...]] = {
 class SinkOptions:
     """The checked options."""
 
-    zookeeper: str
-    root: str
+    access: ClusterAccess
     topic: str | None
     """None: the column `topic` has it."""
     delivery: Literal["at_least_once", "exactly_once"]
@@ -64,8 +63,7 @@ def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOpti
     check_path(given, "topic")
     exactly = texts.choice("delivery", ("at_least_once", "exactly_once"), "at_least_once") == "exactly_once"
     return SinkOptions(
-        zookeeper=zookeeper_servers(texts.get("zookeeper")),
-        root=zookeeper_root(texts.get("root")),
+        access=cluster_access(texts.get("zookeeper"), texts.get("root"), None, None),
         topic=_topic(texts),
         delivery="exactly_once" if exactly else "at_least_once",
         sink_id=_sink_id(texts, streaming and exactly),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.client.net.transport import KEPT_BYTES, another_answered
 from metamq.errors import ProtocolError
+from metamq.security.tls import client_security
 from metamq.wire import status
 from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, OffsetsEntry
@@ -21,6 +22,7 @@ from metamq.wire.headers import unpack_list
 from metamq.zk.names import parse_partition
 
 if TYPE_CHECKING:
+    from metamq.security.config import SecurityConfig
     from metamq.zk.partitions import TopicPartition
 
 ANSWER_LATE_S = 10.0
@@ -47,6 +49,7 @@ class ConnectionKey(NamedTuple):
     broker_id: int
     host: str
     port: int
+    security: SecurityConfig
 
 
 class PooledConnection:
@@ -144,7 +147,8 @@ class ConnectionPool:
             if pooled.is_idle:
                 return pooled
             pooled.abort()
-        connection = BlockingConnection.open(key.host, key.port)
+        security = client_security(key.security).brokers
+        connection = BlockingConnection.open(key.host, key.port, security=security)
         if connection.broker_id != key.broker_id:
             connection.abort()
             raise another_answered(connection.address, connection.broker_id, key.broker_id)

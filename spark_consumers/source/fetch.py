@@ -44,6 +44,7 @@ from metamq.wire.limits import BATCH_TARGET_BYTES
 from metamq.zk.names import parse_partition
 
 if TYPE_CHECKING:
+    from metamq.client.settings import ClusterAccess
     from metamq.spark_consumers.source.ranges import OffsetRange
 
 log = logging.getLogger("metamq.spark")
@@ -68,8 +69,7 @@ class FetchTask(NamedTuple):
 
     wanted: OffsetRange
     replicas: tuple[ReplicaAddress, ...]
-    zookeeper: str
-    root: str
+    access: ClusterAccess
     epoch: int = -1
     """Epoch of the message before the range; -1: unknown."""
     last_epoch: int = -1
@@ -276,9 +276,11 @@ class Fetching:
             "it is not registered in ZooKeeper",
             hint="Is it running? `metamq doctor` looks at every part.",
         )
+        security = self._task.access.security
         for replica in order:
+            key = ConnectionKey(self._broker_id, replica.host, replica.port, security)
             try:
-                self.pooled = connection_pool().take(ConnectionKey(self._broker_id, replica.host, replica.port))
+                self.pooled = connection_pool().take(key)
             except MetamqError as refused:
                 error = refused
             else:
@@ -293,9 +295,7 @@ class Fetching:
         """Looks up the replicas' addresses; returns False while ZooKeeper is away."""
         task, topic = self._task, self._wanted.tp.topic
         try:
-            found = background().run(
-                find_replicas(task.zookeeper, task.root, self._broker_id, topic, with_slaves=task.with_slaves)
-            )
+            found = background().run(find_replicas(task.access, self._broker_id, topic, with_slaves=task.with_slaves))
         except MetamqError as error:  # the old addresses may still be right
             log.info("the address of broker %d cannot be looked up at present: %s", self._broker_id, error)
             return False
@@ -306,7 +306,7 @@ class Fetching:
         """True if the topic is gone in ZooKeeper, too; False while ZooKeeper is away."""
         task = self._task
         try:
-            found = background().run(find_topic_id(task.zookeeper, task.root, self._wanted.tp.topic))
+            found = background().run(find_topic_id(task.access, self._wanted.tp.topic))
             return found != self._wanted.topic_id
         except MetamqError as error:
             log.info("topic %r cannot be looked up at present: %s", self._wanted.tp.topic, error)
@@ -366,7 +366,7 @@ class Fetching:
 
     def _is_at_master(self) -> bool:
         """True if the connection is to the master as known from the last look-up, or from the plan."""
-        at = self.pooled.key[1:] if self.pooled is not None else None
+        at = (self.pooled.key.host, self.pooled.key.port) if self.pooled is not None else None
         return any(replica.number == MASTER and (replica.host, replica.port) == at for replica in self._replicas)
 
     def _time_is_over(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from metamq.client.settings import unknown, zookeeper_root, zookeeper_servers
+from metamq.client.settings import ClusterAccess, cluster_access, unknown
 from metamq.errors import ConfigError
 from metamq.spark_consumers.source import boundaries
 from metamq.wire.commands import EARLIEST, LATEST
@@ -68,8 +68,7 @@ class Subscription:
 class SourceOptions:
     """The checked options."""
 
-    zookeeper: str
-    root: str
+    access: ClusterAccess
     subscription: Subscription
     starting: boundaries.Boundary
     ending: boundaries.Boundary
@@ -96,8 +95,7 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
     strategy = texts.choice("startingOffsetsByTimestampStrategy", ("error", "latest"), "error")
     default, refused = (LATEST, None) if streaming else (EARLIEST, LATEST)
     options = SourceOptions(
-        zookeeper=zookeeper_servers(texts.get("zookeeper")),
-        root=zookeeper_root(texts.get("root")),
+        access=cluster_access(texts.get("zookeeper"), texts.get("root"), None, None),
         subscription=_subscription(texts),
         starting=_boundary(texts, "starting", default, refused),
         ending=_boundary(texts, "ending", LATEST, EARLIEST),

@@ -14,6 +14,7 @@ from metamq.zk.cluster.replicas import live_slaves
 from metamq.zk.cluster.topics import TopicStore
 
 if TYPE_CHECKING:
+    from metamq.client.settings import ClusterAccess
     from metamq.zk.cluster.registrations import BrokerAddress
 
 
@@ -34,13 +35,13 @@ def replicas_of(master: BrokerAddress | None, slaves: Iterable[BrokerAddress]) -
 
 
 async def find_replicas(
-    zookeeper: str, root: str, broker_id: int, topic: str, *, with_slaves: bool
+    access: ClusterAccess, broker_id: int, topic: str, *, with_slaves: bool
 ) -> tuple[ReplicaAddress, ...]:
     """Returns the registered replicas: the master, and the slaves that have the topic. Raises ConnectError.
 
     Opens a session for this: a cluster has many tasks, and they need ZooKeeper only if a broker has moved.
     """
-    async with await open_session(zookeeper, root=root, patient=False) as session:
+    async with await open_session(access, patient=False) as session:
         master = (await live_brokers(session)).get(broker_id)
         if not with_slaves:
             return replicas_of(master, ())
@@ -49,9 +50,9 @@ async def find_replicas(
         return replicas_of(master, (slave for number, slave in slaves.items() if (broker_id, number) in offering))
 
 
-async def find_topic_id(zookeeper: str, root: str, topic: str) -> str | None:
+async def find_topic_id(access: ClusterAccess, topic: str) -> str | None:
     """Returns the present id of the topic, None if there is no topic of that name. Raises ConnectError."""
-    async with await open_session(zookeeper, root=root, patient=False) as session:
+    async with await open_session(access, patient=False) as session:
         try:
             return (await TopicStore(session).get(topic)).id
         except TopicNotFound:

@@ -393,6 +393,7 @@ def test_a_folder_of_a_release_that_kept_no_epoch_opens(tmp_path: Path) -> None:
     folder.close(clean=True)
 
 
+@pytest.mark.slow
 def test_topics_are_made_while_others_are_removed(tmp_path: Path) -> None:
     """Each in a thread of its own, and both look at the record of partitions."""
     topics = 300

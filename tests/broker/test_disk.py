@@ -162,6 +162,7 @@ def first_offset(broker: LocalBroker, topic: str) -> int:
     return int(_partition(broker, topic)["start_offset"])
 
 
+@pytest.mark.slow
 def test_room_that_goes_and_comes_under_load_loses_and_doubles_nothing(
     parts: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -324,6 +324,7 @@ def zookeeper() -> Iterator[Cluster]:
         yield parts
 
 
+@pytest.mark.slow
 def test_many_producers_share_fsyncs(zookeeper: Cluster, tmp_path: Path) -> None:
     with LocalBroker(zookeeper.zookeeper, tmp_path / "broker") as local, zookeeper.admin() as admin:
         admin.create_topic("shared", partitions=1, flush="ack")

@@ -176,6 +176,7 @@ def in_thread(work: Callable[..., object], *arguments: object, **settings: objec
     return thread
 
 
+@pytest.mark.slow
 def test_requests_are_answered_while_a_topic_is_made(parts: Parts) -> None:
     disk = parts.disk
     with parts.zookeeper.admin() as admin:
@@ -193,6 +194,7 @@ def test_requests_are_answered_while_a_topic_is_made(parts: Parts) -> None:
             producer.send(f"new-{parts.broker_id}", b"x").result(60)
 
 
+@pytest.mark.slow
 def test_requests_are_answered_while_a_topic_is_removed(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of many gigabytes take their time."""
     removing, free = threading.Event(), threading.Event()

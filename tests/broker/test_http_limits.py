@@ -38,6 +38,7 @@ def everything(sock: socket.socket) -> bytes:
     return found
 
 
+@pytest.mark.slow
 def test_many_that_drip_take_few_threads_and_one_deadline(
     server: StatusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def tear(broker: BrokerProcess) -> None:
             file.write(os.urandom(80))
 
 
+@pytest.mark.slow
 def test_a_start_after(parts: Cluster, broker: BrokerProcess) -> None:
     """One life of a broker: how it ended, what happened before the next start, and whether that is a loss."""
     life: list[tuple[str, list[Callable[[BrokerProcess], None]], bool]] = [

@@ -12,6 +12,7 @@ import pytest
 from metamq import Admin, Producer
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.server import Broker
+from metamq.client.settings import ClusterAccess
 from metamq.errors import ConfigError, ConnectError
 from metamq.zk.cluster.brokers import BrokerState, state_json
 from metamq.zk.cluster.topics import TopicStore
@@ -47,7 +48,7 @@ class Scene:
         config = BrokerConfig(
             data=str(folder / "data"), port=0, http_port=-1, disk_reserve_bytes=1 << 26, session_timeout_ms=6000
         )
-        self.broker = Broker(config, self.zookeeper.address)
+        self.broker = Broker(config, ClusterAccess(self.zookeeper.address))
 
     async def begin(self) -> None:
         await self.broker.start()

@@ -141,6 +141,7 @@ class History:
         ]
 
 
+@pytest.mark.slow
 def test_a_master_that_is_chosen_has_all_that_was_acknowledged_whatever_happened() -> None:
     print(f"METAMQ_SEED={SEED}")
     rng = random.Random(SEED)

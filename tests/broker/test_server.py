@@ -273,6 +273,7 @@ def test_a_data_folder_of_another_broker_id(parts: Cluster, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_another_zookeeper_than_the_data_folders_own(tmp_path: Path) -> None:
     with cluster(folder=tmp_path) as parts, EmbeddedZooKeeper() as other:
         with parts.admin() as admin:

@@ -248,6 +248,7 @@ class HeldDisk:
         gate.set()
 
 
+@pytest.mark.slow
 def test_a_flush_policy_takes_effect_on_a_living_master(parts: Cluster, tmp_path: Path) -> None:
     disk = HeldDisk()
     with (

@@ -288,6 +288,7 @@ def test_a_reader_that_leaves_is_no_error(process: Start, topic: str, metamq: Me
     assert (child.returncode, but_for_closing(talk)) == (0, b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["consume", "TOPIC", "-e"], ["topic", "list"]])
 def test_a_full_disk_below_the_output_is_one_line(
     process: Start, topic: str, metamq: Metamq, arguments: list[str]

@@ -187,6 +187,7 @@ def test_groups_go_on_from_the_export_and_newer_folders_count(scene: Scene) -> N
     assert sorted(scene.read(group="readers", start="earliest")) == sorted(scene.sent[unread:])
 
 
+@pytest.mark.slow
 def test_machines_are_described_one_by_one(scene: Scene) -> None:
     scene.begin()
     assert "is in use by process" in scene.metamq("inspect", scene.data(0)).talk
@@ -228,6 +229,7 @@ def test_the_longer_log_is_the_master_and_the_other_copies(scene: Scene) -> None
     assert sorted(scene.read(start="earliest")) == sorted(scene.sent)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_missing_or_empty_copies_from_the_others(scene: Scene) -> None:
     scene.begin()
     scene.stop()
@@ -243,6 +245,7 @@ def test_a_folder_that_is_missing_or_empty_copies_from_the_others(scene: Scene) 
     assert sorted(scene.read(start="earliest")) == sorted(scene.sent)
 
 
+@pytest.mark.slow
 def test_copies_from_a_backup_are_taken_up_and_counted_as_new(scene: Scene) -> None:
     scene.begin()
     scene.stop()
@@ -260,6 +263,7 @@ def test_copies_from_a_backup_are_taken_up_and_counted_as_new(scene: Scene) -> N
     assert sorted(scene.read(start="earliest")) == sorted(scene.sent)
 
 
+@pytest.mark.slow
 def test_a_prepared_branch_is_there_after_a_restore_and_can_be_committed(scene: Scene) -> None:
     scene.begin()
     with Producer[bytes](scene.servers) as producer:
@@ -452,6 +456,7 @@ def test_a_log_that_is_damaged_or_torn_is_told_and_reported_as_recovery_finds_it
     assert f"Replica 0 of broker 0 has damaged logs (orders/{index})" in done.talk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["topics/orders@*", "topics/orders@*/0"])
 def test_what_a_replica_had_and_is_not_there_is_damaged_and_not_deleted(
     scene: Scene, tmp_path: Path, what: str

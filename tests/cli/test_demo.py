@@ -94,7 +94,7 @@ def test_a_single_wrong_figure_ends_it_with_status_1_and_names_the_carrier(
     assert "equal: " not in talk
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_row_that_is_not_its_message_ends_it_with_status_1(
     demo: subprocess.Popen[bytes], temporary: Path, until: Until
 ) -> None:

@@ -51,6 +51,7 @@ def _command(child: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "number"),
     [
@@ -68,6 +69,7 @@ def test_up(process: Start, tmp_path: Path, temporary: Path, until: Until, stage
     until(lambda: not starting.left(), "the end of all children")
 
 
+@pytest.mark.slow
 def test_up_and_an_impatient_second_ctrl_c(process: Start, tmp_path: Path, until: Until) -> None:
     """It may come at any step of the stop: no child is left in any case."""
     starting = Starting(process("up", *free_ports(), cwd=tmp_path))
@@ -86,6 +88,7 @@ def test_zookeeper(process: Start, tmp_path: Path, until: Until) -> None:
     assert not starting.left()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what a process ignores from /proc")
 def test_a_hangup_that_is_ignored_stays_so(process: Start, tmp_path: Path) -> None:
     """As `nohup` has it."""
@@ -110,6 +113,7 @@ def demo(process: Start, flights: Path, temporary: Path) -> Iterator[Starting]:
         child.kill()
 
 
+@pytest.mark.slow
 def test_demo(demo: Starting, temporary: Path, until: Until) -> None:
     until(lambda: demo.has_child("metamq.broker"))
     status, talk = demo.stop(signal.SIGTERM)

@@ -38,7 +38,10 @@ def talk(process: Start, own: Cluster) -> Callable[..., tuple[subprocess.Popen[b
 
 
 def says(lines: list[str], text: str) -> None:
-    wait_until(lambda: any(text in line for line in lines), what=text)
+    try:
+        wait_until(lambda: any(text in line for line in lines), what=text)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; it says {lines}") from None
 
 
 @pytest.mark.slow

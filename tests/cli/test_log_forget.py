@@ -172,6 +172,7 @@ def test_what_is_refused_and_why(running: Cluster, offline: Metamq) -> None:
     assert fingerprint(broker.data) == before
 
 
+@pytest.mark.slow
 def test_a_slave_copies_the_partition_again_and_a_master_beside_it_waits(offline: Metamq) -> None:
     with cluster(**SETTINGS) as running:
         group = Group(running)

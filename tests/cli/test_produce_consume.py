@@ -151,6 +151,7 @@ def test_all_is_printed_after_a_member_that_was_killed(process: Start, metamq: M
     assert {*before, *printed} == {*everything}
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_consumer_with_0_and_its_group_has_what_was_printed(
     process: Start, metamq: Metamq, topic: str
 ) -> None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from metamq.testing import Cluster
 from metamq.zk.session.session import Session
 
@@ -125,6 +127,7 @@ def test_what_loses_messages_is_shown_first_and_wants_yes(metamq: Metamq, topic:
     assert metamq("topic", "alter", topic, "--retention", "30d").status == 0
 
 
+@pytest.mark.slow
 def test_what_nobody_can_read_is_listed_and_deleted(metamq: Metamq, running: Cluster) -> None:
     async def spoil() -> None:
         async with await Session.open(running.zookeeper) as session:

@@ -153,6 +153,7 @@ def test_what_is_not_prepared_is_rolled_back_and_never_committed(
     assert command(capsys, "rollback", str(active), "--yes")[0] == 0
 
 
+@pytest.mark.slow
 def test_ids_that_are_none_or_not_the_only_ones(mq: XAResource, topic: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = branch(mq, topic), branch(mq, topic)
     status, _out, err = command(capsys, "show", "19793_")

@@ -214,6 +214,7 @@ def test_after_its_machine_went_down_it_says_how_to_go_on(
     assert offline("consume", "flights", "-e", *here).text.split() == ["a"]
 
 
+@pytest.mark.slow
 def test_a_lone_broker_that_ends_takes_all_down_and_is_named(process: Start, tmp_path: Path, until: Until) -> None:
     running = Up(process, tmp_path, "--ephemeral", "--slaves", 0, *free_ports())
     assert not (tmp_path / "metamq-data").exists()
@@ -226,6 +227,7 @@ def test_a_lone_broker_that_ends_takes_all_down_and_is_named(process: Start, tmp
     until(lambda: gone(children), "the end of all children")
 
 
+@pytest.mark.slow
 def test_a_zookeeper_that_ends_is_named_without_java_s_stack_traces(process: Start, tmp_path: Path) -> None:
     running = Up(process, tmp_path, *free_ports())
     server = next(child for child in running.children() if "QuorumPeerMain" in " ".join(child.cmdline()))
@@ -273,6 +275,7 @@ def test_a_memory_that_cannot_be_is_named_with_examples(offline: Metamq, command
     )
 
 
+@pytest.mark.slow
 def test_a_broker_that_refuses_to_start_is_heard(process: Start, tmp_path: Path) -> None:
     (tmp_path / "metamq-data").mkdir()
     (tmp_path / "metamq-data" / "broker").write_text("a file")
@@ -294,6 +297,7 @@ def test_up_refuses_a_zookeeper_as_it_starts_its_own(offline: Metamq) -> None:
     assert "`metamq up` starts a ZooKeeper of its own" in refused.talk
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken(process: Start, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

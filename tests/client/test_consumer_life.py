@@ -293,6 +293,7 @@ def test_during_close_callbacks_may_use_the_consumer_and_no_loop_begins(shop: Sh
     assert shop.committed(group)[tp(topic)] == 2
 
 
+@pytest.mark.slow
 def test_close_before_anything_was_fetched(shop: Shop, group: str) -> None:
     topic = shop.topic(20)
     for _ in range(5):
@@ -355,6 +356,7 @@ def test_a_signal_handler_that_waits_in_the_middle_of_the_loop_is_told_and_may_c
     assert shop.admin.describe_group(group).members == ()
 
 
+@pytest.mark.slow
 def test_a_signal_handler_may_close_whenever_it_comes(shop: Shop, group: str) -> None:
     topic = shop.topic()
     shop.numbers(topic, 200)
@@ -439,6 +441,7 @@ def test_an_unclosed_consumer_warns_and_gives_its_partitions_back(shop: Shop, gr
     shop.until(lambda: shop.admin.describe_group(group).members == ())
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_close_ends(shop: Shop, group: str) -> None:
     topic = shop.topic()
     shop.numbers(topic, 5)

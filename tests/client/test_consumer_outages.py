@@ -120,6 +120,7 @@ def sending(parts: Cluster, topic: str) -> Iterator[Callable[[int], None]]:
 # ZooKeeper
 
 
+@pytest.mark.slow
 def test_zookeeper_away_for_less_than_the_session_changes_nothing(parts: Cluster) -> None:
     topic = new_topic(parts)
     with sending(parts, topic) as send, reading(parts, topic, GROUP, session_timeout_ms=60_000) as reader:
@@ -327,6 +328,7 @@ def test_an_outage_is_told_once_and_does_not_count_as_idle(parts: Cluster, caplo
     assert {record.levelname for record in caplog.records if warning in record.message} == {"WARNING"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_the_start", [False, True])
 def test_an_outage_that_lasts_is_an_error_where_a_loop_would_end_by_itself(
     parts: Cluster, monkeypatch: pytest.MonkeyPatch, from_the_start: bool

@@ -62,6 +62,7 @@ def retained_behind(shop: Shop, group: str) -> tuple[str, int, int]:
     return topic, *looks[-1]
 
 
+@pytest.mark.slow
 def test_behind_the_logs_start_goes_on_at_its_start(shop: Shop, group: str) -> None:
     topic, start, end = retained_behind(shop, group)
     with shop.consumer(topic, group, idle_timeout_s=0.5) as consumer:
@@ -75,6 +76,7 @@ def test_behind_the_logs_start_goes_on_at_its_start(shop: Shop, group: str) -> N
     assert shop.committed(group)[tp(topic)] == end
 
 
+@pytest.mark.slow
 def test_behind_the_logs_start_goes_on_at_its_end(shop: Shop, group: str) -> None:
     topic, _, end = retained_behind(shop, group)
     with shop.consumer(topic, group, on_data_loss="latest") as consumer:
@@ -163,6 +165,7 @@ def anew(shop: Shop, topic: str, count: int) -> None:
         producer.send_many(topic, [b"%d" % number for number in range(100, 100 + count)]).result(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_a_group", [True, False])
 def test_a_topic_made_anew_under_a_consumer_is_read_from_its_start(shop: Shop, group: str, in_a_group: bool) -> None:
     topic = shop.topic()
@@ -197,6 +200,7 @@ def test_offsets_of_a_deleted_topic_are_not_used_for_its_successor(
     assert shop.committed(group)[tp(topic)] == 1
 
 
+@pytest.mark.slow
 def test_a_commit_for_the_topic_of_before_is_refused_or_of_no_effect(shop: Shop, group: str) -> None:
     topic = shop.topic()
     shop.numbers(topic, 20)
@@ -210,6 +214,7 @@ def test_a_commit_for_the_topic_of_before_is_refused_or_of_no_effect(shop: Shop,
     assert shop.committed(group)[tp(topic)] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_a_group", [True, False])
 def test_a_topic_that_is_deleted_is_told_of_once_and_leaves_the_others_alone(
     shop: Shop, group: str, in_a_group: bool, caplog: pytest.LogCaptureFixture
@@ -266,6 +271,7 @@ def test_a_topic_that_is_deleted_while_a_member_joins_is_told(
     assert [said for said in warned if "deleted" in said] == [text]
 
 
+@pytest.mark.slow
 def test_a_configuration_that_cannot_be_read_is_told_of_once(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
     topic = shop.topic()
     looks: list[float] = []
@@ -295,6 +301,7 @@ def test_a_configuration_that_cannot_be_read_is_told_of_once(shop: Shop, caplog:
     assert caplog.text.count("topics are not followed at present") == 1
 
 
+@pytest.mark.slow
 def test_a_topic_made_anew_is_told_of_once(shop: Shop, group: str, caplog: pytest.LogCaptureFixture) -> None:
     topic = shop.topic(4)
     for index in range(4):

@@ -101,6 +101,7 @@ def test_asyncio_does_the_same(shop: Shop, topic: str, group: str) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_batch_raises_it_and_comes_again(shop: Shop, group: str) -> None:
     topic = shop.topic()
     with shop.cluster.producer() as producer:

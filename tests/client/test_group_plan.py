@@ -95,6 +95,7 @@ def test_a_plan_of_a_newer_metamq_stands_and_is_named(servers: str, newer: bytes
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_member_that_a_plan_has_no_room_for_takes_nothing_from_the_others(
     servers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ from metamq.client.net import transport
 from metamq.client.net.transport import WAKE_BYTES, BrokerConnection
 from metamq.errors import ConnectError
 from metamq.wire.commands import Command, Get, HelloReply
-from metamq.wire.connection import Request, ServerConnection
+from metamq.wire.connection import Greeted, Request, ServerConnection
 from metamq.wire.limits import FRAME_BYTES_MAX
 
 BODY = random.Random(17).randbytes(5 * WAKE_BYTES + 12_345)
@@ -40,7 +40,7 @@ class Peer:
                     if isinstance(event, Request):
                         answer = b"".join(connection.respond(event, [], [BODY]))
                         await self._send(writer, answer)
-                    else:
+                    elif isinstance(event, Greeted):
                         writer.writelines(event.buffers)
         writer.close()
         self.served.set()

@@ -170,6 +170,7 @@ def test_a_message_that_is_rolled_back_comes_again_as_often_as_that(shop: Shop, 
     assert seen.order["0-0"] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_what_is_given_up_goes_to_the_dead_letter_topic_as_it_was_stored(shop: Shop, group: str) -> None:
     topic = shop.topic()
     shop.numbers(topic, 1)
@@ -358,6 +359,7 @@ def test_what_was_in_hand_in_a_loop_is_done_when_run_asks_for_the_next(shop: Sho
     assert seen.order["0-0"] == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_filter_and_decode_errors(shop: Shop, group: str) -> None:
     topic = shop.topic()
     shop.numbers(topic, 1_000)

@@ -262,6 +262,7 @@ def test_times_are_looked_up_a_few_at_once() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_that_none_of_them_is_there_can_be_said() -> None:
     """An error is longer than its partition's name."""
 

@@ -99,6 +99,7 @@ def test_each_message_counts_once_over_restarts(shop: Shop, group: str, database
     assert stored_offsets(database) == [15]
 
 
+@pytest.mark.slow
 def test_results_and_offsets_are_rolled_back_together(shop: Shop, group: str, database: AioDatabase) -> None:
     topic = shop.topic()
     shop.numbers(topic, 2)

@@ -438,7 +438,7 @@ def test_members_tell_how_they_are_doing(servers: str, monkeypatch: pytest.Monke
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_dead_member_s_partitions_of_500_topics_with_long_names_go_to_the_living(servers: str) -> None:
     """The plan took 1.2 MB, more than ZooKeeper holds in a node: it was never replaced, and nobody owned them."""
     topics = [f"{'long-name-' * 19}{number:010}" for number in range(500)]

@@ -167,5 +167,5 @@ def test_every_client_takes_root_from_the_environment(metamq_cluster: Cluster, m
         with pytest.raises(ConfigError, match=r"the root in ZooKeeper, 'no/root', does not start with '/'"):
             client(metamq_cluster.zookeeper)  # type: ignore[operator]
     for aio_client in (aio.Admin, aio.Producer):
-        assert aio_client(metamq_cluster.zookeeper)._root == "no/root"
-    assert aio.Consumer(metamq_cluster.zookeeper, topics="t")._root == "no/root"
+        assert aio_client(metamq_cluster.zookeeper)._access.root == "no/root"
+    assert aio.Consumer(metamq_cluster.zookeeper, topics="t")._access.root == "no/root"

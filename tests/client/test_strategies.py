@@ -144,6 +144,7 @@ def test_who_leaves_moves_only_its_own_partitions(
     assert moved(before, after) == {item for item, owner in before.items() if owner == leaver}
 
 
+@pytest.mark.slow
 @given(members_of_any_topics, topics)
 def test_who_joins_a_hash_ring_takes_from_all_and_moves_nothing_between_others(
     members: dict[str, frozenset[str]], partitions: dict[str, list[str]]

@@ -126,6 +126,7 @@ def test_columns_of_batches_name_it_too(running: Cluster) -> None:
         assert list(next(batches).values) == GOOD[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [None, "bombed"])
 def test_small_batches_that_are_large_in_plain_cost_a_consumer_one_at_a_time(
     running: Cluster, group: str | None

@@ -3,6 +3,7 @@ and a run of nothing else (`./dev test --containers`) fails."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -111,7 +112,10 @@ def free_address() -> str:
     for address in ("127.0.0.1", "127.0.81.23", "127.0.81.24"):
         if all(_is_free(address, port) for port in PORTS):
             return address
-    pytest.fail("the ports of docker-compose.yml are taken on this machine")
+    pytest.fail(
+        "the ports of docker-compose.yml are taken on this machine. Remove what an interrupted run left: "
+        "docker rm --force $(docker ps --all --quiet --filter name=metamq-test-)"
+    )
 
 
 def _is_free(address: str, port: int) -> bool:
@@ -200,6 +204,23 @@ class Composition:
     def down(self) -> None:
         """Removes all, with the data."""
         self.compose("--profile", "spark", "down", "--volumes", "--timeout", "2")
+
+
+def freeze(container: Container) -> None:
+    """Stops all processes of a container until unpause().
+
+    The kernel freezes no process that waits for its disk, and runc then gives up within a moment: asked again, it does.
+    """
+
+    from docker.errors import APIError
+
+    def is_frozen() -> bool:
+        with contextlib.suppress(APIError):
+            container.pause()
+            return True
+        return False
+
+    wait_until(is_frozen, what=f"a frozen {container.name}")
 
 
 @pytest.fixture(scope="session")

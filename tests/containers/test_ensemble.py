@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.containers.conftest import CONTAINERS, ZOOKEEPERS, Composition
+from tests.containers.conftest import CONTAINERS, ZOOKEEPERS, Composition, freeze
 from tests.containers.under_load import BROKER_ID, UnderLoad
 from tests.parts import wait_until
 
@@ -67,7 +67,7 @@ def test_a_follower_that_is_frozen(with_ensemble: Composition) -> None:
     frozen = next(name for name in ZOOKEEPERS if name != leader(with_ensemble))
     with UnderLoad(with_ensemble, "frozen") as load:
         container = with_ensemble.container(frozen)
-        container.pause()
+        freeze(container)
         load.wait_for_more()
         container.unpause()
         leader(with_ensemble)

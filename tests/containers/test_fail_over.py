@@ -5,7 +5,7 @@ Nothing that was acknowledged is lost, and the former master comes back as a sla
 
 from __future__ import annotations
 
-from tests.containers.conftest import CONTAINERS, Composition
+from tests.containers.conftest import CONTAINERS, Composition, freeze
 from tests.containers.under_load import BROKER_ID, UnderLoad
 from tests.parts import wait_until
 
@@ -35,7 +35,7 @@ def test_a_master_that_is_cut_off_its_network(composition: Composition) -> None:
 def test_a_master_that_is_frozen(composition: Composition) -> None:
     with UnderLoad(composition, "frozen") as load:
         container = composition.container(load.master)
-        container.pause()
+        freeze(container)
         the_slave_takes_over(composition, load)
         container.unpause()
         comes_back_as_a_slave(composition, load)

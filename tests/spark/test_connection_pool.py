@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from metamq import SecurityConfig
 from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.spark_consumers.source.connection_pool import (
     IDLE_MAX,
@@ -21,7 +22,7 @@ from metamq.zk.partitions import TopicPartition
 
 @pytest.fixture
 def key(running: Cluster) -> ConnectionKey:
-    return ConnectionKey(0, "127.0.0.1", running.broker.port)
+    return ConnectionKey(0, "127.0.0.1", running.broker.port, SecurityConfig())
 
 
 @pytest.fixture
@@ -61,7 +62,9 @@ def test_a_connection_that_broke_while_it_was_idle_is_closed_whoever_gives_back(
     pool: ConnectionPool, key: ConnectionKey
 ) -> None:
     theirs, ours = socket.socketpair()
-    elsewhere = PooledConnection(BlockingConnection("127.0.0.2:1", ours), ConnectionKey(7, "127.0.0.2", 1))
+    elsewhere = PooledConnection(
+        BlockingConnection("127.0.0.2:1", ours), ConnectionKey(7, "127.0.0.2", 1, SecurityConfig())
+    )
     pool.give_back(elsewhere)
     assert pool.kept == [elsewhere]
     theirs.close()

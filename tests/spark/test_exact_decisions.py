@@ -477,6 +477,7 @@ def test_a_commit_waits_for_zookeeper(two: Cluster, topic: str, sink: str, monke
     check(two, topic, sink, texts(0, 5))
 
 
+@pytest.mark.slow
 def test_a_commit_waits_for_its_brokers(two: Cluster, topic: str, sink: str) -> None:
     driver = Driver(two, topic, sink)
     attempts = driver.write(0, texts(0, 40))

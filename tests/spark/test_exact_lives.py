@@ -33,6 +33,7 @@ class Paused(NamedTuple):
     attempts: Attempts
 
 
+@pytest.mark.slow
 def test_each_row_is_there_once_whatever_becomes_of_the_drivers(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = int(os.environ.get("METAMQ_SEED", random.randrange(1 << 32)))
     print(f"METAMQ_SEED={seed}")

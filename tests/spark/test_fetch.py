@@ -12,7 +12,7 @@ import pytest
 
 from metamq.client.background import background
 from metamq.client.net.cluster import MASTER
-from metamq.client.settings import zookeeper_root
+from metamq.client.settings import ClusterAccess, zookeeper_root
 from metamq.errors import (
     ConfigError,
     ConnectError,
@@ -56,7 +56,7 @@ def planned(running: Cluster, topic: str, **options: str) -> list[FetchTask]:
     """The tasks of a batch query; they have brokers send what there is."""
     given = {"zookeeper": running.zookeeper, "subscribe": topic, "readFiles": "false", **options}
     parsed = parse_options(given, streaming=False)
-    with ClusterView(parsed.zookeeper, parsed.root) as view:
+    with ClusterView(parsed.access) as view:
         return tasks(view, parsed, batch_ranges(view, parsed))
 
 
@@ -138,6 +138,7 @@ def in_sync(running: Cluster) -> bool:
         return len(admin.brokers()) == 1 and all(one.in_sync for one in admin.replicas()[0].replicas)
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_killed_and_comes_back_is_read_on(own: Cluster) -> None:
     own.create_topic("t", partitions=1)
     count = 8 * FETCH_BYTES // 1000
@@ -183,7 +184,7 @@ def test_a_slave_is_read_while_the_master_is_away_and_a_promoted_one_after(own: 
         )
         for zookeeper in (own.zookeeper, f"127.0.0.1:{free_port()}"):
             with pytest.raises(Fenced, match="another replica may be the master"):
-                table([taken_for_it._replace(zookeeper=zookeeper)])
+                table([taken_for_it._replace(access=ClusterAccess(zookeeper))])
     with own.admin() as admin:
         admin.promote(0, 1)
     assert table(planned(own, "t"))["offset"].to_pylist() == list(range(count))
@@ -232,6 +233,7 @@ def test_a_slave_that_has_less_is_asked_after_the_others(own: Cluster, monkeypat
     assert asked == ["short", "whole"]
 
 
+@pytest.mark.slow
 def test_another_broker_at_the_address_does_not_answer_for_the_one_that_was_there(tmp_path: Path) -> None:
     """It has a partition of the same topic and index, with other messages."""
     with cluster(brokers=2, folder=tmp_path) as own:
@@ -244,7 +246,7 @@ def test_another_broker_at_the_address_does_not_answer_for_the_one_that_was_ther
         strayed = zero._replace(replicas=one.replicas)
         assert table([strayed])["value"].to_pylist() == [b"0-0"], "looked up anew"
         with pytest.raises(ConnectError, match="broker 1 is there, not broker 0"):
-            table([strayed._replace(zookeeper=f"127.0.0.1:{free_port()}", poll_timeout_s=0.5)])
+            table([strayed._replace(access=ClusterAccess(f"127.0.0.1:{free_port()}"), poll_timeout_s=0.5)])
 
 
 def test_zookeeper_is_not_needed_by_a_task_that_finds_its_broker(own: Cluster) -> None:
@@ -321,7 +323,7 @@ def test_a_replica_that_does_not_know_the_topic_is_not_believed_without_zookeepe
     (stranger,) = planned(running, new_topic_with_a_message(running))
     lost = task._replace(replicas=stranger.replicas, fail_on_data_loss=False, poll_timeout_s=1)
     with pytest.raises(TopicNotFound):
-        table([lost._replace(zookeeper=f"127.0.0.1:{free_port()}")])
+        table([lost._replace(access=ClusterAccess(f"127.0.0.1:{free_port()}"))])
     assert table([lost])["offset"].to_pylist() == list(range(100))
 
 
@@ -354,7 +356,7 @@ def test_a_group_with_members_is_refused(own: Cluster) -> None:
     """Where a query publishes its progress, no consumer's own offsets may be."""
     own.create_topic("t", partitions=1)
     place = {TopicPartition("t", "0-0"): StreamPlace("id", 1)}
-    with ClusterView(own.zookeeper, zookeeper_root(None)) as view:
+    with ClusterView(ClusterAccess(own.zookeeper, zookeeper_root(None))) as view:
         view.check_group("g")
         with own.consumer(topics="t", group="g") as consumer:
             wait_until(lambda: consumer.assignment, what="the assignment")

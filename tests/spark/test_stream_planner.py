@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from metamq.client.settings import ClusterAccess
 from metamq.errors import ConfigError, ConnectError, OffsetDiverged
 from metamq.spark_consumers.driver.cluster_view import ClusterView
 from metamq.spark_consumers.driver.planning import batch_ranges
@@ -86,6 +87,7 @@ def named(name: str, count: int) -> list[bytes]:
     return [f"{name} {number}".encode() for number in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounded", [{}, {"maxOffsetsPerTrigger": "300", "minPartitions": "3"}])
 @pytest.mark.timeout(240)
 def test_an_accepted_loss_of_what_was_read_is_noticed_and_what_took_its_place_is_read(
@@ -149,7 +151,7 @@ def test_what_is_hardly_meant_is_warned_of(two: Cluster, caplog: pytest.LogCaptu
             with contextlib.closing(StreamPlanner(parsed)) as planner:
                 planner.next_offset(START, is_only_batch=False)
         else:
-            with ClusterView(two.zookeeper, "/meta") as view:
+            with ClusterView(ClusterAccess(two.zookeeper)) as view:
                 batch_ranges(view, parsed)
     first, second = (record.getMessage() for record in caplog.records if record.name == "metamq.spark")
     assert first == "no topic matches option 'subscribePattern', 'doubtfull.*', at present"
@@ -167,6 +169,7 @@ def two_brokers(tmp_path: Path) -> Iterator[Cluster]:
 EVERYTHING = Counter(named("0-0", 100) + named("1-0", 100))
 
 
+@pytest.mark.slow
 def test_available_now_does_not_end_before_what_there_is_of_a_broker_that_is_away(two_brokers: Cluster) -> None:
     query = Query(two_brokers, maxOffsetsPerTrigger="50", groupId="g")
     query.planner.fix_target()
@@ -264,7 +267,7 @@ def test_a_batch_that_begins_behind_its_end_is_an_error(
     two_brokers: Cluster, options: dict[str, str], words: str | None
 ) -> None:
     parsed = parse_options({"zookeeper": two_brokers.zookeeper, "subscribe": "t", **options}, streaming=False)
-    with ClusterView(two_brokers.zookeeper, "/meta") as view:
+    with ClusterView(ClusterAccess(two_brokers.zookeeper)) as view:
         if words is not None:
             with pytest.raises(ConfigError, match=words):
                 batch_ranges(view, parsed)

@@ -115,6 +115,23 @@ def flush(partition: Partition) -> None:
             return
 
 
+def let_tasks_go_on() -> None:
+    """Runs the loop for as long as its tasks wait for nothing else."""
+    if not LOOP.is_running():
+        LOOP.run_until_complete(_some_turns())
+
+
+async def _some_turns() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+def _in_loop(work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+    task = LOOP.create_task(work)
+    let_tasks_go_on()
+    return task
+
+
 class Replica:
     """One process of a broker id; it is the master once a term has begun."""
 
@@ -163,6 +180,9 @@ class Replica:
         if alone:
             for partition in self.logs.partitions():
                 partition.unbound()
+        self.transactions._spawn = _in_loop
+        if isinstance(self.current, TransactionTerm):
+            self.transactions.serve(self.current)
 
     # -- what the processor is given --------------------------------------------------------------------------------
 
@@ -186,8 +206,10 @@ class Replica:
     # -- what a test does ----------------------------------------------------------------------------------------------
 
     def put(self, index: int, value: bytes) -> None:
-        """A message outside of any transaction; not flushed."""
+        """A message outside of any transaction; not flushed. Raises CommitsFirst."""
         batch = memoryview(encode([value], base_timestamp_us=0))
+        if isinstance(self.current, TransactionTerm):
+            self.current.check_order(self.part(index))
         self.append(self.part(index), batch, read_header(batch), None)
 
     def ask(self, xid: Xid, *verbs: Verb, sends: list[tuple[int, bytes]] | None = None, session: str = "s") -> int:

@@ -244,6 +244,7 @@ def test_work_that_is_under_way_is_left_alone(
     holds(shop, databases, topic, ["1"])
 
 
+@pytest.mark.slow
 def test_another_coordinators_work_is_left_alone(
     shop: Shop, databases: Databases, resources: Resources, topic: str, tmp_path: Path
 ) -> None:

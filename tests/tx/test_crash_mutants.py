@@ -217,7 +217,7 @@ def _look_for_it(own: DiskOs, seed: int) -> None:
         enumerate_crashes(own, random.Random(seed + more), most=6, inside=20)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.__name__ for fault in FAULTS])
 def test_power_cuts_find(fault: Callable[[Patch, DiskOs], None], monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 32)

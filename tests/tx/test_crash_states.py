@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)  # thousands of recoveries
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("most", "inside", "states_max"),
-    [(8, 5, 1500), pytest.param(200, 10, 60_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+    [(8, 5, 500), pytest.param(200, 10, 60_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
 )
 def test_whatever_a_power_cut_leaves(
     most: int, inside: int, states_max: int, report_figures: Callable[[str], None]

@@ -37,7 +37,7 @@ def seed() -> int:
 @pytest.mark.parametrize(
     "rounds",
     [
-        pytest.param(50, marks=pytest.mark.timeout(1200)),
+        pytest.param(20, marks=pytest.mark.timeout(1200)),
         pytest.param(500, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )
@@ -94,7 +94,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.timeout(900)
 def test_a_seeded_fault_is_found(shop: Shop, seed: int, tmp_path: Path, fault: str) -> None:

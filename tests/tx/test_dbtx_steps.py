@@ -33,7 +33,7 @@ def shop() -> Iterator[Shop]:
         yield opened
 
 
-@pytest.fixture(scope="module", params=["psycopg", "psycopg_async", "asyncpg"])
+@pytest.fixture(scope="module", params=["psycopg", "psycopg_async", pytest.param("asyncpg", marks=pytest.mark.long)])
 def driver(request: pytest.FixtureRequest) -> str:
     """The first one is blocking, the others are for asyncio."""
     name: str = request.param

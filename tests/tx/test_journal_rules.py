@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.data.partition import Partition
+from metamq.broker.data.partition import Done, Partition
 from metamq.broker.process.housekeeping import Housekeeping
 from metamq.broker.transactions import processor
-from metamq.broker.transactions.journal import Follower, read_journal
+from metamq.broker.transactions.journal import Follower, JournalStore, read_journal
 from metamq.broker.transactions.processor import BODY_BYTES_MAX, WAITING_MAX
 from metamq.broker.transactions.term import Figures
 from metamq.errors import (
     CorruptData,
+    Fenced,
     MessageTooLarge,
+    MetamqError,
     NotEnoughReplicas,
     OutcomeUnknown,
     StorageError,
+    TooManyOpenFiles,
     TopicNotFound,
     TryLater,
 )
@@ -32,7 +35,18 @@ from metamq.tx.store.records import Add, Remembered
 from metamq.wire import status
 from metamq.wire.commands import TxReply
 from metamq.wire.xa import Verb, XACode, Xid
-from tests.tx.sim_broker import JOURNAL_LOG, LOOP, TOPIC, TOPIC_ID, TOPIC_LOG, Replica, new_replica
+from tests.parts import SLOW_S
+from tests.tx.sim_broker import (
+    JOURNAL_LOG,
+    LOOP,
+    TOPIC,
+    TOPIC_ID,
+    TOPIC_LOG,
+    Connection,
+    Replica,
+    let_tasks_go_on,
+    new_replica,
+)
 from tests.tx.sim_disk import DiskOs, modelled_disk
 
 A, B = Xid(1, b"A"), Xid(1, b"B")
@@ -290,6 +304,7 @@ def test_what_was_given_up_does_not_keep_the_journal_from_being_cut(replica: Rep
     assert 0 < replica.journal.log.start_offset <= needed_lsn
 
 
+@pytest.mark.slow
 def test_scenario_22_a_branch_that_is_prepared_for_a_thousand_marks(replica: Replica) -> None:
     prepared(replica, A, (0, b"a0"), (1, b"a1" * 50))
     sizes = []
@@ -336,6 +351,110 @@ def test_damage_that_is_found_while_the_journal_is_in_use(replica: Replica) -> N
     assert replica.stored(0) == [b"a0"]
 
 
+def not_settled(replica: Replica, monkeypatch: pytest.MonkeyPatch, *errors: MetamqError) -> asyncio.Event:
+    """The next wait for the in-sync replicas lasts until the event is set, and meets these errors one after another."""
+    settled, later = asyncio.Event(), list(errors)
+    wait = replica.transactions.upkeep.found_is_durable
+
+    async def found_is_durable(journal: JournalStore) -> None:
+        await settled.wait()
+        if later:
+            raise later.pop(0)
+        await wait(journal)
+
+    monkeypatch.setattr(replica.transactions.upkeep, "found_is_durable", found_is_durable)
+    monkeypatch.setattr(processor, "SETTLE_RETRY_S", 0)
+    return settled
+
+
+def test_a_shortage_after_a_promotion_delays_transactions_and_is_logged_once(
+    own: DiskOs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = new_replica(own, "a")
+    shortage = TooManyOpenFiles("the journal", 64)
+    settled = not_settled(replica, monkeypatch, shortage, shortage)
+    with caplog.at_level("INFO", "metamq.broker"):
+        replica.begin_term(1)
+        opaque = replica.ask(A, Verb.START)
+        assert replica.connection.codes(opaque) is None
+        settled.set()
+        LOOP.run_until_complete(asyncio.wait_for(asyncio.gather(*replica.transactions._settling), SLOW_S))
+    assert replica.connection.codes(opaque) == [OK]
+    assert [record.message.count("transactions wait") for record in caplog.records].count(1) == 1
+
+
+def test_damage_after_a_promotion_is_answered(own: DiskOs, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = new_replica(own, "a")
+    settled = not_settled(replica, monkeypatch, DAMAGE)
+    replica.begin_term(1)
+    waiting = [replica.ask(A, Verb.START), replica.ask(A, Verb.COMMIT)]
+    settled.set()
+    LOOP.run_until_complete(asyncio.wait_for(asyncio.gather(*replica.transactions._settling), SLOW_S))
+    for opaque in [*waiting, replica.ask(B, Verb.START)]:
+        error = error_of(replica, opaque)
+        assert isinstance(error, CorruptData)
+        assert error.outcome == DAMAGE.outcome, "nothing was begun"
+    assert replica.journal.closed_by is DAMAGE
+
+
+def test_a_request_of_a_lost_session_is_not_begun_after_the_wait(own: DiskOs, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = new_replica(own, "a")
+    settled = not_settled(replica, monkeypatch)
+    replica.begin_term(1)
+    connection, replica.connection = replica.connection, Connection()
+    lost = [replica.ask(xid, Verb.START, session="lost") for xid in (A, B)]
+    gone, replica.connection = replica.connection, connection
+    other = replica.ask(B, Verb.START, session="other")
+    replica.transactions._session_lost(replica.term, "lost", gone)
+    assert gone.answers.keys() == set(lost), "an answer gives the memory of the request back"
+    settled.set()
+    LOOP.run_until_complete(asyncio.wait_for(asyncio.gather(*replica.transactions._settling), SLOW_S))
+    assert replica.connection.codes(other) == [OK]
+    assert replica.states() == {B: "active"}
+
+
+def test_an_epoch_that_ends_after_the_wait_was_refused_answers_once(
+    own: DiskOs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = new_replica(own, "a")
+    settled = not_settled(replica, monkeypatch)
+    replica.begin_term(1)
+    waiting = replica.ask(A, Verb.START)
+    stops = Fenced("broker 0", "it is stopping")
+    replica.transactions.give_up_wait(stops)
+    assert replica.connection.answers.pop(waiting) is stops
+    assert error_of(replica, replica.ask(B, Verb.START)) is stops
+    settled.set()
+    LOOP.run_until_complete(asyncio.wait_for(asyncio.gather(*replica.transactions._settling), SLOW_S))
+    replica.end_term()
+    assert waiting not in replica.connection.answers
+    assert not [record for record in caplog.records if "transactions are not available" in record.message]
+
+
+def test_a_fault_of_ours_in_the_wait_ends_the_broker(own: DiskOs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its requests wait, and its partitions take no messages, without end."""
+    replica = new_replica(own, "a")
+    settled = not_settled(replica, monkeypatch)
+    replica.begin_term(1)
+    monkeypatch.setattr(replica.term.commits, "redo", lambda *args: iter([1 / 0 for _ in args]))
+    settled.set()
+    LOOP.run_until_complete(asyncio.wait(replica.transactions._settling, timeout=SLOW_S))
+    let_tasks_go_on()
+    (failure,) = replica.failures
+    assert "ZeroDivisionError" in str(failure)
+
+
+def test_the_journal_is_found_without_min_insync(own: DiskOs, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = new_replica(own, "a")
+
+    def too_few(partition: Partition, end_offset: int, done: Done) -> None:
+        done(NotEnoughReplicas("the journal", 1, 2))
+
+    monkeypatch.setattr(replica, "when_durable", too_few)
+    replica.begin_term(1)
+    assert replica.do(A, *WORK, sends=[(0, b"a0")]) == [OK] * 3
+
+
 def test_too_few_replicas_change_nothing(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     assert replica.do(A, *WORK, sends=[(0, b"a0")]) == [OK] * 3
     prepared(replica, B, (0, b"b0"))
@@ -374,6 +493,9 @@ def test_how_many_branches_there_are_and_what_room_is_promised(replica: Replica)
     replica.transactions.tick(5)
     assert (replica.transactions.figures.prepared, replica.transactions.figures.heuristic) == (0, 1)
     assert replica.transactions.figures.promised_bytes == 0
+    replica.ask(A, Verb.PREPARE)
+    replica.transactions.tick(10)
+    assert replica.transactions.figures.promised_bytes > 0, "also while its record is not durable yet"
     replica.end_term()
     replica.transactions.tick(0)
     assert replica.transactions.figures == Figures(), "a slave has none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from metamq.broker.transactions.term import CommitsFirst
 from metamq.broker.transactions.upkeep import Upkeep
 from metamq.errors import MetamqError
 from metamq.tx.store.fold import JournalState
@@ -96,7 +98,8 @@ class History:
     def put(self) -> None:
         index = self.rng.randrange(PARTS)
         if index not in self.away and self.replica.part(index).closed_by is None:
-            self.replica.put(index, b"outside")
+            with contextlib.suppress(CommitsFirst):  # the partition lacks commits since it was away
+                self.replica.put(index, b"outside")
 
     def kill(self) -> None:
         self.replica = Replica(self.own, "a", journal_log=SMALL, parts=PARTS)
@@ -201,6 +204,7 @@ def test_the_histories_find(fault: Callable[[pytest.MonkeyPatch], None], monkeyp
         look(SEED, 200)
 
 
+@pytest.mark.slow
 def test_one_commit_that_waits_does_not_make_the_journal_grow() -> None:
     with modelled_disk() as own:
         replica = new_replica(own, "a", journal_log=SMALL)

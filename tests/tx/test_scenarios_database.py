@@ -90,6 +90,7 @@ def total(shop: Shop, name: str) -> int:
     return sum(body.startswith(name.encode()) for body in shop.messages(shop.topics[0]).elements())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["clean", "kill -9"])
 def test_scenarios_15_and_16_what_is_prepared_survives_and_what_is_not_is_gone(
     shop: Shop, producer: Producer[bytes], recoverer: Recoverer, how: str

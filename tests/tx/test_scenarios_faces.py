@@ -170,6 +170,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 def test_scenario_6_each_verb_in_each_state_has_the_code_of_the_table(shop: Shop, wire: Wire) -> None:
     """At a real broker; tests/tx/test_table.py asks the store alone."""
     for state in BranchPhase:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from metamq.broker.data.partition import Done, Partition
 from metamq.broker.transactions import commits, upkeep
 from metamq.broker.transactions.journal import JournalStore, Written
+from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.broker.transactions.term import TransactionTerm
-from metamq.errors import MetamqError
+from metamq.errors import MetamqError, TooManyOpenFiles
+from metamq.tx.store.fold import JournalState
 from metamq.tx.store.records import Key
 from metamq.tx.store.verbs import JournalTransactionStore
 from metamq.wire.xa import Verb
@@ -66,8 +69,19 @@ def answers_that_do_not_wait_for_the_slave(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(JournalStore, "when_durable", when_stored)
 
 
+def answers_from_a_journal_that_may_be_given_up(patch: pytest.MonkeyPatch) -> None:
+    """A master that came back answers by what it finds, before its slave has it."""
+
+    def serve(self: TransactionalCommandProcessor, term: TransactionTerm) -> None:
+        term.journal.durable_offset = 0
+        list(term.commits.redo(term.store.journal, 0, term.journal.found_offset))
+        term.is_settled = True
+
+    patch.setattr(TransactionalCommandProcessor, "serve", serve)
+
+
 def a_promoted_slave_that_does_not_look_into_the_journal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commits.CommitApplier, "redo", lambda self, state: iter(()))
+    patch.setattr(commits.CommitApplier, "redo", lambda self, state, start, end: iter(()))
 
 
 def a_promoted_slave_that_redoes_blindly(patch: pytest.MonkeyPatch) -> None:
@@ -88,11 +102,13 @@ def a_journal_that_is_cut_by_a_mark_which_may_be_given_up(patch: pytest.MonkeyPa
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     answers_that_do_not_wait_for_the_slave,
+    answers_from_a_journal_that_may_be_given_up,
     a_promoted_slave_that_does_not_look_into_the_journal,
     a_promoted_slave_that_redoes_blindly,
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.__name__ for fault in FAULTS])
 def test_two_replicas_find(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,3 +174,101 @@ def test_a_mark_waits_until_the_slave_has_what_it_covers(monkeypatch: pytest.Mon
     marks_that_do_not_wait_for_the_slave(monkeypatch)
     with pytest.raises(Violation, match="lost"):
         mark_before_the_slave_has_it()
+
+
+def message_after_a_commit(seed: int, *, few_descriptors: bool = False) -> int:
+    """The slave has the journal, and not yet what was committed; it takes over, and is sent messages at once, while it
+    applies the commit, and afterwards. Returns how many of the first ones it refused."""
+    with modelled_disk() as own:
+        pair = Pair(own, random.Random(seed))
+        pair.new_branch()
+        (branch,) = pair.branches
+        branch.asked[Verb.COMMIT_ONE_PHASE] = pair.at_master.ask(branch.xid, Verb.COMMIT_ONE_PHASE)
+        pair.settle(JOURNAL_KEY)
+        assert branch.done
+        pair.restart(pair.master, power=False)
+        pair.begin(pair.slave)
+        for _ in range(8):
+            pair.put()
+        refused = 8 - len(pair.plain)
+        with pytest.MonkeyPatch.context() as patch:
+            redo = pair.at_master.term.commits.redo
+            patch.setattr(pair.at_master.term.commits, "redo", lambda *args: amid(pair, redo(*args)))
+            if few_descriptors:
+                append = pair.at_master.append
+                patch.setattr(
+                    pair.at_master, "append", lambda partition, *args: no_descriptor(append, partition, *args)
+                )
+            pair.attach()
+            pair.put()
+        for _ in range(2):
+            pair.put()
+            LOOP.run_until_complete(pair._upkeep(retried(pair)))
+        before = len(pair.plain)
+        for _ in range(8):
+            pair.put()
+        assert len(pair.plain) == before + 8, "once it has the commit it takes all"
+        pair.finish()
+        return refused
+
+
+def amid(pair: Pair, steps: Iterator[int]) -> Iterator[int]:
+    """The steps, and after each of them a message."""
+    for step in steps:
+        yield step
+        pair.put()
+
+
+def no_descriptor(append: Callable[..., int], partition: Partition, *args: Any) -> int:
+    if args[-1] is not None:  # the id of a commit's batch
+        raise TooManyOpenFiles(partition.name, 64)
+    return append(partition, *args)
+
+
+async def retried(pair: Pair) -> None:
+    """As every few seconds."""
+    term = pair.at_master.term
+    await pair.at_master.transactions._in_slices(term.commits.retry(term.store.journal))
+
+
+def not_checked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TransactionTerm, "check_order", lambda self, partition: None)
+
+
+def opened_before_the_last_commits(patch: pytest.MonkeyPatch) -> None:
+    """As soon as the journal is everywhere, before what is in it is in its partitions."""
+    redo = commits.CommitApplier.redo
+
+    def opening(self: commits.CommitApplier, state: JournalState, start: int, end: int) -> Iterator[int]:
+        yield 0
+        yield from redo(self, state, start, end)
+
+    patch.setattr(commits.CommitApplier, "redo", opening)
+    check_order = TransactionTerm.check_order
+
+    def until_everywhere(self: TransactionTerm, partition: Partition) -> None:
+        if self.journal.partition.log.stable_offset < self.journal.found_offset:
+            check_order(self, partition)
+
+    patch.setattr(TransactionTerm, "check_order", until_everywhere)
+
+
+def opened_while_commits_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        commits.CommitApplier, "lacking", property(lambda self: Counter(), lambda self, value: None), raising=False
+    )
+
+
+def test_no_message_overtakes_a_commit_that_was_answered_before() -> None:
+    refused = [message_after_a_commit(seed, few_descriptors=seed % 2 == 0) for seed in range(40)]
+    assert 0 in refused, "where the slave was told that the journal is everywhere"
+    assert any(refused)
+
+
+@pytest.mark.parametrize("fault", [not_checked, opened_before_the_last_commits, opened_while_commits_wait])
+def test_messages_that_overtake_commits_are_found(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(Violation, match="overtook"):
+        [message_after_a_commit(seed, few_descriptors=seed % 2 == 0) for seed in range(40)]

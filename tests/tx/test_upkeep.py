@@ -119,7 +119,7 @@ def test_what_is_looked_for_in_a_partition_is_looked_for_in_slices(own: DiskOs) 
     again.begin_term(2)
     state = again.term.store.journal
     again.term.commits.stuck.clear()  # as before its term
-    everything = again.term.commits.redo(state)
+    everything = again.term.commits.redo(state, 0, 1 << 62)
     steps = 1
     assert next(everything) == 0
     again.logs.open[TOPIC, TOPIC_ID, 1] = away

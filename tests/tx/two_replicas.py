@@ -8,19 +8,22 @@ a slave's logs are cut to where they are the master's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from metamq.broker.data.partition import Partition
 from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import TOPIC_ID as JOURNAL_ID
+from metamq.broker.transactions.term import CommitsFirst
 from metamq.errors import CorruptData
 from metamq.wire.batch import walk
 from metamq.wire.xa import Verb, XACode, Xid
 from tests.tx.crash_history import Violation
-from tests.tx.sim_broker import LOOP, PARTS, Key, Replica, flush, new_replica
+from tests.tx.sim_broker import LOOP, PARTS, Key, Replica, flush, let_tasks_go_on, new_replica
 from tests.tx.sim_disk import DiskOs, power_cuts
 
 JOURNAL_KEY = JOURNAL, JOURNAL_ID, 0
@@ -42,6 +45,15 @@ class Branch:
     asked: dict[Verb, int] = field(default_factory=dict)
 
 
+class Plain(NamedTuple):
+    """A message that was sent outside branches."""
+
+    index: int
+    value: bytes
+    before: list[Branch]
+    """The branches whose commits were answered before it was sent."""
+
+
 class Pair:
     """Two replicas of a broker id."""
 
@@ -59,6 +71,7 @@ class Pair:
         self.link: deque[tuple[Key, int, bytes]] = deque()
         self.held: dict[Key, tuple[int, int]] = {}
         self.branches: list[Branch] = []
+        self.plain: list[Plain] = []
         self.what: list[str] = []
         self.begin("a")
         self.attach()
@@ -133,7 +146,8 @@ class Pair:
             self.at_slave.logs.open[key].append_replicated(memoryview(batch), position)
 
     def acknowledge(self) -> None:
-        """The master learns what the slave holds, the slave how far readers may see."""
+        """The master learns what the slave holds, the slave how far readers may see, then or later."""
+        is_told = self.chance.random() < 0.5
         for key, partition in self.at_slave.logs.open.items():
             log, source = partition.log, self.at_master.logs.open[key]
             own_flush = source.flushes_before_ack
@@ -141,7 +155,8 @@ class Pair:
                 log.flushed_offset if own_flush else log.end_offset,
                 log.flushed_position if own_flush else log.end_position,
             )
-            partition.bound(source.log.stable_offset, source.log.stable_position)
+            if is_told:
+                partition.bound(source.log.stable_offset, source.log.stable_position)
         self.look_at_answers()
 
     def settle(self, of: Key | None = None) -> None:
@@ -166,6 +181,8 @@ class Pair:
 
     def restart(self, name: str, *, power: bool) -> None:
         """The process dies, and with `power` what its disk had not made durable; a new one opens the logs."""
+        for task in self.replicas[name].transactions._settling:
+            task.cancel()
         if power:
             image = self.own.disks[name].image()
             self.own.disks[name] = self.chance.choice(list(power_cuts(image, self.chance, 12)))
@@ -174,19 +191,29 @@ class Pair:
             raise Violation(f"{name} does not open: {broken}")
 
     def master_is_killed(self) -> None:
-        """It comes back before anybody is promoted."""
+        """It comes back before anybody is promoted; clients ask it before its slave is attached, or dies by then."""
         self.restart(self.master, power=False)
         self.begin(self.master)
-        if self.in_sync:
+        for _ in range(self.chance.randrange(4)):
+            self.go_on()
+        self.put()
+        flush(self.at_master.journal)
+        self.look_at_answers()
+        if self.in_sync and self.chance.random() < 0.3:
+            self.fail_over()
+        elif self.in_sync:
             self.attach()
 
     def fail_over(self) -> None:
-        """The master dies, with or without its disk's cache; the slave, which is in sync, takes over."""
+        """The master dies, with or without its disk's cache; the slave, which is in sync, takes over.
+
+        Without, the former master may be back before it has left the set.
+        """
         if not self.in_sync:
             return
-        former = self.master
-        self.restart(former, power=self.chance.random() < 0.7)
-        self.in_sync = False
+        power = self.chance.random() < 0.7
+        self.restart(self.master, power=power)
+        self.in_sync = not power and self.chance.random() < 0.5
         self.begin(self.slave)
 
     def fail_over_with_loss(self) -> None:
@@ -214,6 +241,15 @@ class Pair:
         self.branches.append(branch)
         self.at_master.ask(branch.xid, *WORK, sends=sent)
 
+    def put(self) -> None:
+        """A producer sends a message outside branches."""
+        plain = Plain(
+            self.chance.randrange(PARTS), b"plain-%d" % len(self.plain), [one for one in self.branches if one.done]
+        )
+        with contextlib.suppress(CommitsFirst):
+            self.at_master.put(plain.index, plain.value)
+            self.plain.append(plain)
+
     def go_on(self) -> None:
         """A manager does what comes next for one of its branches."""
         open_ones = [branch for branch in self.branches if not branch.done and branch.decision is not Verb.ROLLBACK]
@@ -233,6 +269,7 @@ class Pair:
         return None
 
     def look_at_answers(self) -> None:
+        let_tasks_go_on()
         for branch in self.branches:
             for verb, opaque in list(branch.asked.items()):
                 codes = self.at_master.connection.codes(opaque)
@@ -257,6 +294,8 @@ class Pair:
 
     def upkeep_broken_off(self) -> None:
         """The process is killed before what it wrote last is everywhere."""
+        if not self.at_master.term.is_settled:
+            return
         LOOP.run_until_complete(self._broken_off(self.at_master.transactions.upkeep.shorten(self.at_master.term)))
         if self.chance.random() < 0.5:
             self.restart(self.master, power=False)  # and is the master again, before its slave is linked
@@ -315,6 +354,8 @@ class Pair:
                 raise Violation(f"a prepared branch is forgotten: {branch}")
 
     def finish(self) -> None:
+        if self.in_sync and not self.attached:
+            self.attach()
         self.settle()
         for branch in self.branches:
             if branch.decision is None and branch.promised:
@@ -341,6 +382,12 @@ class Pair:
                 raise Violation(f"what was committed is lost: {branch}, {parts}")
             if branch.promised and branch.decision is Verb.ROLLBACK and times != {0}:
                 raise Violation(f"what was rolled back is seen: {branch}, {parts}")
+        for plain in self.plain:
+            part = parts[plain.index]
+            rest = set(part[part.index(plain.value) :]) if plain.value in part else set()
+            for branch in plain.before:
+                if not branch.is_lost and rest & {value for _index, value in branch.sent}:
+                    raise Violation(f"{plain.value!r} overtook a commit that was answered before: {branch}, {parts}")
 
     def _do(self, branch: Branch, verb: Verb) -> list[XACode]:
         opaque = self.at_master.ask(branch.xid, verb)
@@ -364,7 +411,8 @@ def _agreement(partition: Partition, source: Partition, is_masters: bool) -> int
         if bytes(mine.data[: header.size]) != bytes(theirs.data[: header.size]):
             break
         position += header.size
-    return position if position > begin or not begin or is_masters else None
+    has_what_it_removed = is_masters and begin == log.start_position  # and not what the other one has removed
+    return position if position > begin or not begin or has_what_it_removed else None
 
 
 def _offset_at(log: PartitionLog, position: int) -> int | None:
@@ -393,7 +441,7 @@ def random_life(pair: Pair, steps: int) -> None:
         elif step == "go on":
             pair.go_on()
         elif step == "put":
-            pair.at_master.put(chance.randrange(PARTS), b"plain")
+            pair.put()
         elif step == "deliver" and pair.attached:
             pair.deliver(chance.randint(1, 3))
         elif step == "flush":
@@ -417,7 +465,7 @@ def random_life(pair: Pair, steps: int) -> None:
             pair.fail_over()
         elif step == "slave" and pair.attached:
             pair.slave_loses_power()
-        elif step == "let go" and pair.attached:
+        elif step == "let go" and pair.in_sync:
             pair.let_go()
         elif step == "attach" and not pair.attached:
             pair.attach()

@@ -57,6 +57,7 @@ def small_reader() -> FrameReader:
     return FrameReader(buffer_bytes=48, initial_bytes=64)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.lists(frames, max_size=6), st.randoms(use_true_random=False))
 def test_any_pieces_give_the_same_frames(sent: list[Any], chance: random.Random) -> None:

@@ -70,6 +70,7 @@ def batches(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
     return sent, draw(st.integers(0, BASE_OFFSET + count - 1))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(batches())
 def test_every_column_from_any_first_offset(case: tuple[dict[str, Any], int]) -> None:

@@ -24,6 +24,8 @@ SAMPLES: list[MetamqError] = [
     MetamqError("it broke", hint="Mend it.", outcome="unknown"),
     errors.ConnectError("broker:1", "refused", hint="Start it.", outcome="unknown"),
     errors.UnsupportedVersion("broker:1", (1, 2), (3, 4)),
+    errors.AuthenticationFailed("broker:1", "the password is wrong"),
+    errors.NotAuthorized("etl", "read", "topic:flights"),
     errors.ProtocolError("junk"),
     errors.ConfigError("`x` is 1", hint="Make it 2."),
     errors.WrongType("`x` is '1', not a number"),
@@ -153,6 +155,8 @@ def test_numbers_are_never_used_twice() -> None:
         23: "BranchMisuse",
         24: "TryLater",
         25: "TooManyOpenFiles",
+        26: "AuthenticationFailed",
+        27: "NotAuthorized",
     }
     assert (status.OK, status.UNKNOWN) == (0, 1)
 

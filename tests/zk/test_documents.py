@@ -106,7 +106,7 @@ READS_FILES = {
     "broker/data/folder_report.py",
     "broker/data/restore.py",
     "broker/data/topic_settings.py",
-    "cli/commands/up_replicas.py",
+    "cli/up_replicas.py",
     "cli/demo/spark.py",
     "cli/demo/worker.py",
     "cli/log_reader.py",
@@ -120,6 +120,7 @@ READS_FILES = {
 """Modules that read JSON of files, of Spark, or of a child's output. An export of a cluster is such a file."""
 
 
+@pytest.mark.slow
 def test_no_other_module_parses_json() -> None:
     found = set()
     for folder in ("broker", "cli", "client", "metamq", "spark_consumers", "tx", "wire", "zk"):

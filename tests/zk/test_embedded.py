@@ -117,6 +117,7 @@ def test_one_server_for_one_data_folder(tmp_path: Path) -> None:
             EmbeddedZooKeeper(tmp_path / "zookeeper.log").start()
 
 
+@pytest.mark.slow
 def test_a_given_port_and_all_interfaces(tmp_path: Path) -> None:
     port = free_port()
     with EmbeddedZooKeeper(tmp_path, port=port, host="0.0.0.0") as server:

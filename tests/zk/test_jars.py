@@ -13,7 +13,17 @@ import pytest
 
 from metamq.errors import ConfigError, CorruptData
 from metamq.zk.server import jars
-from metamq.zk.server.jars import DEFAULT_REPOSITORY, JARS, LOGGING_JAR, PINNED, Jar, cache_folder, fetched, find_jars
+from metamq.zk.server.jars import (
+    DEFAULT_REPOSITORY,
+    JARS,
+    LOGGING_JAR,
+    PINNED,
+    TLS_JARS,
+    Jar,
+    cache_folder,
+    fetched,
+    find_jars,
+)
 
 CONTENT = bytes(range(256)) * 1_000
 JAR = Jar("org/example", "thing", "1.0", len(CONTENT), hashlib.sha512(CONTENT).hexdigest())
@@ -138,4 +148,9 @@ def test_the_setting_comes_first_and_must_be_complete(tmp_path: Path, monkeypatc
         find_jars()
     (tmp_path / JARS[-1].file_name).write_bytes(b"")
     (tmp_path / LOGGING_JAR.file_name).write_bytes(b"")
-    assert find_jars() == [tmp_path / jar.file_name for jar in PINNED]
+    assert find_jars() == [tmp_path / jar.file_name for jar in (*JARS, LOGGING_JAR)]
+    with pytest.raises(ConfigError, match="has no jar of netty-handler, netty-transport"):
+        find_jars(secure=True)
+    for jar in TLS_JARS:
+        (tmp_path / jar.file_name).write_bytes(b"")
+    assert find_jars(secure=True) == [tmp_path / jar.file_name for jar in PINNED]

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,6 +88,7 @@ def test_it_holds_while_the_server_answers_and_ends_before_the_session_does(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_longer_one_outlives_its_session_and_ends_at_a_refutation(servers: str, until: Until, expire: Expire) -> None:
     holds, refuted = True, 0
 

@@ -42,6 +42,7 @@ def test_a_held_port_is_nobody_elses_until_it_is_let_go(one_port: int) -> None:
     assert free_port() == one_port
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a server bind beside the socket that keeps a port")
 def test_servers_that_are_down_keep_their_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedZooKeeper(tmp_path / "zookeeper") as zookeeper:

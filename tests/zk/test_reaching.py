@@ -126,6 +126,7 @@ def test_who_is_impatient_gives_up_once_every_server_refuses(zookeeper: Embedded
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_zookeeper_that_comes_later_is_waited_for_without_a_limit(victim: EmbeddedZooKeeper) -> None:
     async def main() -> None:
         victim.kill()

@@ -313,6 +313,7 @@ def test_no_watch_is_lost_to_a_change_at_the_same_moment(servers: str, until: Un
     run(servers, scenario)
 
 
+@pytest.mark.slow
 def test_thousands_of_requests_at_once_do_not_block_the_loop(servers: str) -> None:
     async def scenario(session: Session) -> None:
         await session.create("/n", b"x")

@@ -231,6 +231,7 @@ def test_a_write_of_an_expired_session_says_that_its_outcome_is_unknown(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_who_tries_again_at_once_does_not_hang_the_loop(victim: EmbeddedZooKeeper) -> None:
     async def main() -> None:
         async with await Session.open(victim.address, timeout_ms=8_000) as session:

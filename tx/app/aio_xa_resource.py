@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Self, Unpack
 
-from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.client.settings import cluster_access, load
 from metamq.tx.app.resource import TM, Vote, XACore, XAOptions
 
 if TYPE_CHECKING:
     from metamq.client.net.branches import BranchDescription
+    from metamq.security.config import SecurityConfig
     from metamq.tx.app.xa_resource import XASettings
     from metamq.wire.xa import Xid
 
@@ -35,15 +36,15 @@ class XAResource:
         *,
         config: str | None = None,
         root: str | None = None,
+        security: SecurityConfig | None = None,
         **settings: Unpack[XASettings],
     ) -> None:
         self._core = XACore(broker, load(XAOptions, "xa", file=config, arguments=settings, others=type(self)))
-        self._servers = zookeeper_servers(zookeeper, config)
-        self._root = zookeeper_root(root, config)
+        self._access = cluster_access(zookeeper, root, config, security)
 
     async def open(self) -> Self:
         """Connects to ZooKeeper; `async with` does it. Raises ConnectError."""
-        await self._core.open(self._servers, self._root)
+        await self._core.open(self._access)
         return self
 
     async def start(self, xid: Xid, flags: TM = TM.NOFLAGS, *, timeout_s: float | None = None) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from metamq.client.checks import check_ranges, is_number, wrong_type
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, Encoded, TxClient, new_session
@@ -23,6 +24,9 @@ from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.wire.xa import Verb, XACode, Xid
 from metamq.zk.cluster.brokers import known_cluster_id
+
+if TYPE_CHECKING:
+    from metamq.client.settings import ClusterAccess
 
 TIMEOUT_MAX_S = 24 * 3600
 
@@ -112,12 +116,12 @@ class XACore(OwnCluster):
         self._others: dict[Xid, _WorkBranch] = {}
         """Branches that are suspended, or ended and not finished yet."""
 
-    async def open(self, servers: str, root: str) -> None:
+    async def open(self, access: ClusterAccess) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
-        await super().open(servers, root)
+        await super().open(access)
         self._client = TxClient(self.cluster)
         try:
-            self._place = await known_cluster_id(self.cluster.session) or f"{servers}{root}"
+            self._place = await known_cluster_id(self.cluster.session) or f"{access.zookeeper}{access.root}"
         except BaseException:
             await self.close()
             raise

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping
 from datetime import datetime
-from typing import Any, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from metamq.client.background import background
 from metamq.client.net.branches import BranchDescription
 from metamq.client.producer.partitioner import Partitioner
-from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.client.settings import cluster_access, load
 from metamq.client.typevars import T
 from metamq.errors import ForkedError
 from metamq.tx.app.resource import TM, Vote, XACore, XAOptions
 from metamq.wire.xa import Xid
+
+if TYPE_CHECKING:
+    from metamq.security.config import SecurityConfig
 
 
 class XASettings(TypedDict, total=False):
@@ -52,11 +55,12 @@ class XAResource:
         *,
         config: str | None = None,
         root: str | None = None,
+        security: SecurityConfig | None = None,
         **settings: Unpack[XASettings],
     ) -> None:
         self._core = XACore(broker, load(XAOptions, "xa", file=config, arguments=settings, others=type(self)))
         self._background = background()
-        self._background.run(self._core.open(zookeeper_servers(zookeeper, config), zookeeper_root(root, config)))
+        self._background.run(self._core.open(cluster_access(zookeeper, root, config, security)))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs the work in the background loop. Raises ForkedError in a fork's child, where the loop is dead."""

@@ -25,13 +25,14 @@ from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxCl
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.offsets.dbapi import AnyConnection, Database, check_paramstyle, database_of
-from metamq.client.settings import zookeeper_root, zookeeper_servers
+from metamq.client.settings import cluster_access
 from metamq.errors import BranchNotKnown, MetamqError, OutcomeUnknown, TransactionError
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
 from metamq.wire.xa import Verb, Xid
 
 if TYPE_CHECKING:
     from metamq.client.typevars import T
+    from metamq.security.config import SecurityConfig
 
 log = logging.getLogger("metamq.tx")
 
@@ -73,6 +74,7 @@ class Recoverer:
         grace_s: float = GRACE_S,
         config: str | None = None,
         root: str | None = None,
+        security: SecurityConfig | None = None,
     ) -> None:
         if not callable(connect):
             raise wrong_type("`connect`", "a function that opens a connection", connect)
@@ -84,8 +86,8 @@ class Recoverer:
         """(broker id, xid, epoch), and the time when it was first seen."""
         self._stop = threading.Event()
         self._background = background()
-        servers = zookeeper_servers(zookeeper, config)
-        session = self._background.run(open_client_session(servers, zookeeper_root(root, config)))
+        access = cluster_access(zookeeper, root, config, security)
+        session = self._background.run(open_client_session(access))
         self._cluster = ClusterClient(session)
 
     def run(self, *, every_s: float = 5.0) -> None:

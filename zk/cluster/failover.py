@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from metamq.errors import ConfigError
 from metamq.zk.documents import fields, items, number, read_document, shown, text
-from metamq.zk.errors import BadVersion, NodeExists, NoNode
+from metamq.zk.errors import NodeExists
+from metamq.zk.session.change import change_node
 
 if TYPE_CHECKING:
     from metamq.zk.cluster.brokers import Watcher
@@ -92,20 +93,13 @@ async def change_failover(
     several times.
     """
     path = session.paths.failover(broker_id)
-    while True:
-        node = await session.get_or_none(path)
-        stored = missing if node is None else _parsed(broker_id, path, node.data)
-        wanted = change(stored)
-        if node is not None and wanted == stored:
-            return stored
-        try:
-            if node is None:
-                await session.create(path, failover_json(wanted), makepath=True)
-            else:
-                await session.set(path, failover_json(wanted), node.version)
-        except (BadVersion, NodeExists, NoNode):
-            continue
-        return wanted
+    return await change_node(
+        session,
+        path,
+        lambda data: missing if data is None else _parsed(broker_id, path, data),
+        change,
+        failover_json,
+    )
 
 
 async def begin_failover(session: Session, broker_id: int, mode: Mode) -> None:

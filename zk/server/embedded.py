@@ -1,6 +1,6 @@
 """A real ZooKeeper server as a child process: for tests, the demo, `metamq up` and `metamq zookeeper`.
 
-The server is Apache's own, started with five jars on a small JVM. It must never outlive its parent. A parent killed
+The server is Apache's own, started with a few jars on a small JVM. It must never outlive its parent. A parent killed
 with -9 cannot clean up, so there is a pipe whose write end only the parent has:
 
     parent ──pipe──> sh: a watcher in the background reads the pipe, the shell itself becomes Java (exec)
@@ -40,8 +40,10 @@ from metamq.zk.server.jars import find_jars
 from metamq.zk.server.java import find_java
 from metamq.zk.server.ports import HeldPort, is_free
 from metamq.zk.server.server_log import ran_out_of_memory, what_went_wrong
+from metamq.zk.server.server_tls import ServerTls, client_port
 
 if TYPE_CHECKING:
+    from metamq.security.config import SecurityConfig
     from metamq.zk.server.ensemble import Ensemble
 
 MIN_SESSION_TIMEOUT_MS = 1_000
@@ -79,8 +81,9 @@ class EmbeddedZooKeeper:
     `data_dir` None means a temporary folder, which `stop` removes; a given folder is kept, and has the log of the
     server, `zookeeper.log`. `port` 0 chooses a free one. `host` is the address that it listens on. `check` is called
     often during a start; an error from it ends the start. `memory_bytes` limits Java's heap: a server that needs more
-    ends. In an `ensemble`, start() waits without a limit until enough other servers run. The object is a context
-    manager. All methods except start() block for a few seconds at most; one thread at a time may call them.
+    ends. In an `ensemble`, start() waits without a limit until enough other servers run. With `security` it speaks only
+    TLS, also to the other servers. The object is a context manager. All methods except start() block for a few seconds
+    at most; one thread at a time may call them.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class EmbeddedZooKeeper:
         memory_bytes: int = MEMORY_BYTES,
         start_timeout_s: float = START_TIMEOUT_S,
         ensemble: Ensemble | None = None,
+        security: SecurityConfig | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
@@ -104,6 +108,8 @@ class EmbeddedZooKeeper:
         self._memory_bytes = memory_bytes
         self._start_timeout_s = start_timeout_s
         self._ensemble = ensemble
+        is_secure = security is not None and security.is_on and security.zookeeper_tls
+        self._tls = ServerTls(security) if security is not None and is_secure else None
         self._check = check
         self._given_dir = Path(data_dir).absolute() if data_dir is not None else None
         self._data_dir: Path | None = None
@@ -154,7 +160,7 @@ class EmbeddedZooKeeper:
         """
         if self._process is not None:
             return self
-        java, jars = find_java(), find_jars()
+        java, jars = find_java(), find_jars(secure=self._tls is not None)
         folder = self._open_data_dir()
         try:
             self._note_number(folder)
@@ -279,6 +285,8 @@ class EmbeddedZooKeeper:
 
     def _launch(self, java: Path, jars: list[Path], folder: Path) -> bool:
         """Starts the process. Returns True if it serves; False if it ended instead."""
+        if self._tls is not None:
+            self._tls.write(folder)
         config = folder / "zoo.cfg"
         config.write_text(self._config(folder))
         with self.log_path.open("ab") as output:
@@ -334,8 +342,7 @@ class EmbeddedZooKeeper:
         settings: dict[str, object] = {
             "tickTime": TICK_MS,
             "dataDir": folder / "data",
-            "clientPort": self.port,
-            "clientPortAddress": self.host or "0.0.0.0",
+            **client_port(self.port, self.host or "0.0.0.0", is_secure=self._tls is not None),
             "minSessionTimeout": MIN_SESSION_TIMEOUT_MS,
             "maxSessionTimeout": MAX_SESSION_TIMEOUT_MS,
             "maxClientCnxns": CLIENTS_OF_A_HOST_MAX,
@@ -347,12 +354,14 @@ class EmbeddedZooKeeper:
         if self._ensemble is not None:
             settings |= self._ensemble.settings(TICK_MS)
             settings["quorumListenOnAllIPs"] = str(self.host in ("", "0.0.0.0", "::")).lower()
+        if self._tls is not None:
+            settings |= self._tls.settings(folder, with_quorum=self._ensemble is not None)
         return "".join(f"{key}={value}\n" for key, value in settings.items())
 
     def _serves(self, folder: Path, timeout_s: float) -> bool:
         """Asks for the configuration: its data folder distinguishes this server from another one at this port."""
         try:
-            with socket.create_connection((self._client_host, self.port), timeout=timeout_s) as connection:
+            with self._connected(timeout_s) as connection:
                 connection.sendall(b"conf")
                 answer = b""
                 while chunk := connection.recv(4096):
@@ -360,6 +369,18 @@ class EmbeddedZooKeeper:
         except OSError:
             return False
         return f"dataDir={folder / 'data'}/".encode() in answer
+
+    def _connected(self, timeout_s: float) -> socket.socket:
+        connection = socket.create_connection((self._client_host, self.port), timeout=timeout_s)
+        return connection if self._tls is None else self._tls.wrapped(connection)
+
+    def renew(self) -> None:
+        """Gives the server its certificate again if the files have changed. It uses it for new connections."""
+        if self._tls is not None and self._data_dir is not None:
+            try:
+                self._tls.write(self._data_dir)
+            except OSError as error:
+                log.error("ZooKeeper keeps its former certificate: %s", error)
 
     def _end(self, number: int) -> None:
         process, self._process = self._process, None

@@ -1,6 +1,6 @@
 """Finds the jars of the ZooKeeper server: METAMQ_ZOOKEEPER_JARS, the user's cache, Maven Central.
 
-Every download is pinned by SHA-512 here. It is checked before it gets its name in the cache, and again at each use (4
+Every download is pinned by SHA-512 here. It is checked before it gets its name in the cache, and again at each use (7
 MB hash in a few milliseconds), so a damaged cache repairs itself.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from metamq.errors import ConfigError, CorruptData
 
 ZOOKEEPER_VERSION = "3.9.6"
+NETTY_VERSION = "4.1.140.Final"
 DEFAULT_REPOSITORY = "https://repo1.maven.org/maven2"
 
 Progress = Callable[[str, int, int], None]
@@ -98,7 +99,75 @@ LOGGING_JAR = Jar(
     "f7af69853268f023dda46b1209b1cad0f0e2ede4581c8bce60e72083ae017e4d",
 )
 
-PINNED = (*JARS, LOGGING_JAR)
+TLS_JARS = (
+    Jar(
+        "io/netty",
+        "netty-handler",
+        NETTY_VERSION,
+        594_673,
+        "a3f9ad79fcb5605eb8c84e1c7385c87f85efd99673bdab3c740d25a9a26e17d0"
+        "6294a787efbd1b6cfd3fb33407a8de25dcafdcef9f9d9587d71a123ae6f28ac0",
+    ),
+    Jar(
+        "io/netty",
+        "netty-transport",
+        NETTY_VERSION,
+        524_238,
+        "24482a3c99dc8944c6d6a1250d44dc436f9104c0e005e47b85b78f6ea93d28f3"
+        "8168cca38f0cdebe206fcb40cdfce5aabeef94db514e60f4b4d4ed6e732cefcd",
+    ),
+    Jar(
+        "io/netty",
+        "netty-common",
+        NETTY_VERSION,
+        740_993,
+        "8576ec7fe421a35559f36075a4a6dc37444e01c62186cc985fb527d9e8d0b306"
+        "3cdf65e126de3add4fa4906012252fd2ccc303b48f44afe28cca1faea993d313",
+    ),
+    Jar(
+        "io/netty",
+        "netty-buffer",
+        NETTY_VERSION,
+        365_742,
+        "2fdae24e53cf8de51baecc57b3584b6be86af72bc0de2c215675faf72fc9b91a"
+        "a1e1fbab99885c002b069369b958d967f317fa63b03edc7ae7d0d0619cb926d7",
+    ),
+    Jar(
+        "io/netty",
+        "netty-codec",
+        NETTY_VERSION,
+        364_197,
+        "3ad191af0c0ab24f13611e9d87cc7f95b782670587d288c3cd5b392c5f7eabcb"
+        "8a05eeae51cb4ed9a2e7a5f770f8a330d6552a273cf2d9e9e6b975f197d8dc33",
+    ),
+    Jar(
+        "io/netty",
+        "netty-resolver",
+        NETTY_VERSION,
+        37_906,
+        "eff8d920df0b322cfd69aa48dd4d4725718b22a8ae08425c22e443c432b87b8c"
+        "3d203c5de71639214b369c8ea62e8e61324d8ce91002e1b9305f7867baec88e7",
+    ),
+    Jar(
+        "io/netty",
+        "netty-transport-native-unix-common",
+        NETTY_VERSION,
+        44_912,
+        "3490e30e92b4096a2b04857e0dab57c8187d3a46dcfd1d9b8195e4b7bd685f3b"
+        "84128694851839c00c560ebc9aae54137bb6447181893639aaf2be92f45aa908",
+    ),
+    Jar(
+        "io/netty",
+        "netty-transport-classes-epoll",
+        NETTY_VERSION,
+        147_654,
+        "f52fff0db252dc0cc4f9405fb06caa791a525ec2d064b3150f42a7ae6a13008e"
+        "2b5214fec767b6eac48f4f4ab1084a0b91fa82a34b18465a1e1ac59c9ba1a84a",
+    ),
+)
+"""ZooKeeper serves TLS with Netty only."""
+
+PINNED = (*JARS, *TLS_JARS, LOGGING_JAR)
 
 _WAYS = (
     "Run `metamq zookeeper --fetch-jars` on a machine with a network, copy the folder that it names, and set "
@@ -109,17 +178,19 @@ _WAYS = (
 )
 
 
-def find_jars(progress: Progress | None = None) -> list[Path]:
-    """The class path of the ZooKeeper server; downloads it into the user's cache if it is nowhere else.
+def find_jars(progress: Progress | None = None, *, secure: bool = False) -> list[Path]:
+    """The class path of the ZooKeeper server, with TLS if it is `secure`. Downloads it into the user's cache if it is
+    nowhere else.
 
-    Blocks during the download (4 MB, once per user). Raises ConfigError, which names every way to provide the jars, if
-    there are none; CorruptData if a download does not have the pinned checksum.
+    Blocks during the download (4 MB, once per user; 7 MB with TLS). Raises ConfigError, which names every way to
+    provide the jars, if there are none; CorruptData if a download does not have the pinned checksum.
     """
     setting = os.environ.get("METAMQ_ZOOKEEPER_JARS")
     if setting:
-        return _jars_of_setting(Path(setting))
+        return _jars_of_setting(Path(setting), secure=secure)
     cache = cache_folder()
-    return [fetched(jar, cache, progress) for jar in PINNED]
+    wanted = PINNED if secure else (*JARS, LOGGING_JAR)
+    return [fetched(jar, cache, progress) for jar in wanted]
 
 
 def cache_folder() -> Path:
@@ -128,11 +199,11 @@ def cache_folder() -> Path:
     return Path(base) / "metamq" / f"zookeeper-{ZOOKEEPER_VERSION}"
 
 
-def jars_in_folder(folder: Path) -> tuple[list[Path], list[str]]:
+def jars_in_folder(folder: Path, *, secure: bool = False) -> tuple[list[Path], list[str]]:
     """The server's jars in `folder`, of any version, and the names of the missing ones."""
     found: list[Path] = []
     missing: list[str] = []
-    for jar in JARS:
+    for jar in (*JARS, *TLS_JARS) if secure else JARS:
         matches = sorted(folder.glob(f"{jar.artifact}-[0-9]*.jar"))
         if matches:
             found.append(matches[-1])
@@ -142,8 +213,8 @@ def jars_in_folder(folder: Path) -> tuple[list[Path], list[str]]:
     return found, missing
 
 
-def _jars_of_setting(folder: Path) -> list[Path]:
-    found, missing = jars_in_folder(folder)
+def _jars_of_setting(folder: Path, *, secure: bool) -> list[Path]:
+    found, missing = jars_in_folder(folder, secure=secure)
     if missing:
         raise ConfigError(f"METAMQ_ZOOKEEPER_JARS={folder} has no jar of {', '.join(missing)}", hint=_WAYS)
     return found

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import ssl
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kazoo.exceptions import ConnectionDropped
 from kazoo.handlers.threading import KazooTimeoutError
+
+from metamq.security.tls import ENDED, tls_reason
 
 Server = tuple[str, int]
 
@@ -74,6 +77,9 @@ def _failure(error: Exception) -> _Failure:
     cause = error.__context__ if isinstance(error, ConnectionDropped) and error.__context__ is not None else error
     if isinstance(cause, TimeoutError | KazooTimeoutError):
         return _Failure(NO_ANSWER, is_refusal=False)
+    if isinstance(cause, ssl.SSLError):
+        reason = tls_reason(cause)
+        return _Failure(reason[0], is_refusal=reason != ENDED)  # a server that is starting ends handshakes
     if isinstance(cause, OSError) and cause.errno:
         return _Failure(os.strerror(cause.errno).lower(), is_refusal=cause.errno in _REFUSALS)
     if isinstance(cause, ConnectionDropped):

@@ -9,6 +9,8 @@ The changes to kazoo, and their reasons:
   gives each the whole time-out. With one unreachable host, or with a server that lost the request while it was starting
   (ZooKeeper does that), the session would end before another server is tried.
 - The negotiated time-out is kept; kazoo only logs it. The reason of a failed attempt to connect is kept, too.
+- TLS is made by a context of metamq.security.tls, and several answers in one TLS record are all read. kazoo reads one,
+  and the others when something else arrives.
 - `drop` cuts the connection. kazoo detects a hanging server by an idle time without an answer to its ping, but every
   request postpones that ping: a client with frequent requests would wait without end.
 - A request is passed on under a lock, and only while the connection of the right session is up. kazoo would keep it for
@@ -24,10 +26,11 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import SessionExpiredError
@@ -40,6 +43,9 @@ from kazoo.retry import KazooRetry
 from metamq.errors import TooManyThreads
 from metamq.threads import start
 from metamq.zk.session.attempts import ConnectAttempts
+
+if TYPE_CHECKING:
+    from metamq.security.tls import FreshContext
 
 log = logging.getLogger("metamq.zk")
 
@@ -57,23 +63,37 @@ StateListener = Callable[[str, int, int], None]
 class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
     """kazoo's threads, with a TCP connect that ends soon after `interrupted` is set."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, tls: FreshContext | None) -> None:
         super().__init__()
         self._connect_timeout_s = connect_timeout_s
+        self._tls = tls
         self.interrupted = threading.Event()
 
-    def create_connection(self, address: tuple[str, int], **_: Any) -> socket.socket:
-        """Connects a TCP socket to `address`. Raises OSError."""
+    def create_connection(self, address: tuple[str, int], hostname: str = "", **_: Any) -> socket.socket:
+        """Connects a TCP socket to `address`, with TLS if that is on. Raises OSError."""
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
             connection.setblocking(False)
             self._connect(connection, address)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                connection.settimeout(self._connect_timeout_s)
+                connection = self._tls.current().wrap_socket(connection, server_hostname=hostname or address[0])
+                connection.setblocking(False)
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def select(self, readers: list[Any], *others: Any) -> Any:
+        """Waits like select(). With TLS the data of several answers may have arrived in one record: a socket whose
+        record is not read to its end is ready."""
+        ready = [one for one in readers if isinstance(one, ssl.SSLSocket) and one.pending()]
+        if not ready:
+            return super().select(readers, *others)
+        more = super().select([one for one in readers if one not in ready], *others[:2], 0)
+        return [*ready, *more[0]], more[1], more[2]
 
     def _connect(self, connection: socket.socket, address: tuple[str, int]) -> None:
         code = connection.connect_ex(address)
@@ -148,7 +168,7 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
         connection = self._socket
         if connection is not None:
             try:
-                connection.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of ssl would go on without TLS
             except OSError as error:
                 log.debug("the connection to ZooKeeper was closed already: %s", error)
 
@@ -169,10 +189,12 @@ class _Client(KazooClient):  # type: ignore[misc]
 class Link:
     """One kazoo client. Any thread may call all methods; none waits for the network."""
 
-    def __init__(self, hosts: list[tuple[str, int]], timeout_ms: int, on_state: StateListener) -> None:
+    def __init__(
+        self, hosts: list[tuple[str, int]], timeout_ms: int, on_state: StateListener, tls: FreshContext | None = None
+    ) -> None:
         timeout_s = timeout_ms / 1000
         patience_s = max(timeout_s / 6 / len(hosts), min(timeout_s / 3, 1.0))
-        self._handler = _Handler(patience_s)
+        self._handler = _Handler(patience_s, tls)
         self._on_state = on_state
         self._lock = threading.Lock()
         self._live_session_id: int | None = None

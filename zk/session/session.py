@@ -38,6 +38,7 @@ from typing import Any, Self
 from kazoo.protocol.states import KazooState
 
 from metamq.errors import ClosedError, ConfigError, ConnectError, MessageTooLarge
+from metamq.security.tls import OFF, Security
 from metamq.zk.errors import ConnectionLost, NodeExists, NoNode
 from metamq.zk.nodes import Create, Listing, Node, Op, SetData, Stat
 from metamq.zk.paths import DEFAULT_ROOT, Paths
@@ -86,9 +87,10 @@ class Session:
     for an invalid path. Paths are absolute, below the chroot.
     """
 
-    def __init__(self, servers: str, *, timeout_ms: int, root: str, make_chroot: bool) -> None:
+    def __init__(self, servers: str, *, timeout_ms: int, root: str, make_chroot: bool, security: Security) -> None:
         """Internal: use `await Session.open(...)`."""
         self.servers = servers
+        self.security = security
         self.paths = Paths(root)
         self.state = SessionState.LOST
         self.session_id = 0
@@ -97,7 +99,7 @@ class Session:
         self._hosts, self.chroot = parse_servers(servers)
         self._make_chroot = make_chroot
         self._loop = asyncio.get_running_loop()
-        self._link = Link(self._hosts, timeout_ms, self._state_changed_in_thread)
+        self._link = Link(self._hosts, timeout_ms, self._state_changed_in_thread, security.zookeeper)
         self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._answers: set[asyncio.Future[Any]] = set()
         self._watches = Watches(self._loop, self._in_loop)
@@ -117,6 +119,7 @@ class Session:
         root: str = DEFAULT_ROOT,
         make_chroot: bool = False,
         on_state: Callable[[SessionState], None] | None = None,
+        security: Security = OFF,
     ) -> Session:
         """Opens a connected session. `servers` may end in a chroot, "zk1:2181,zk2:2181/chroot".
 
@@ -128,7 +131,7 @@ class Session:
         """
         if timeout_ms <= 0:
             raise ConfigError(f"the session time-out is {timeout_ms} ms", hint="It is in milliseconds, above 0.")
-        session = cls(servers, timeout_ms=timeout_ms, root=root, make_chroot=make_chroot)
+        session = cls(servers, timeout_ms=timeout_ms, root=root, make_chroot=make_chroot, security=security)
         session._link.start()
         try:
             await session._come_up(connect_timeout_s, patient)

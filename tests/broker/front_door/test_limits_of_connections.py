@@ -20,7 +20,8 @@ from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.process import server
 from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.client.net.transport import BrokerConnection, keep_alive
-from metamq.errors import ConnectError, ProtocolError
+from metamq.errors import ConnectError, NotAuthorized, ProtocolError
+from metamq.security.rights import NO_RULES, Access
 from metamq.testing import Cluster
 from metamq.wire import status
 from metamq.wire.commands import Command, GetPartition, OffsetsEntry, PutEntry
@@ -271,6 +272,18 @@ def test_a_place_that_is_kept_is_lost_by_silence(
     assert silent.ended() in (True, False)
     assert operator.ask(Command.STATS, None).status == status.OK
     assert first.ask(Command.STATS, None).status == status.OK
+
+
+def test_a_place_that_is_kept_is_lost_by_a_refusal(
+    start: Start, connect_to: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = start(connections_max=1)
+    connect_to(local.port)
+    monkeypatch.setattr(local.broker._users, "access", lambda principal: Access("etl", NO_RULES))
+    stranger = connect_to(local.port)
+    answer = stranger.ask(Command.STATS, None)
+    assert isinstance(status.decode_error(answer.status, answer.header), NotAuthorized)
+    assert stranger.ended()
 
 
 def test_what_becomes_of_each() -> None:

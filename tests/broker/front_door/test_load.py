@@ -36,6 +36,7 @@ def test_a_thousand_idle_connections(front: Any) -> None:
     assert took_s < 60
 
 
+@pytest.mark.slow
 def test_a_thousand_connections_that_all_produce_and_fetch(front: Any) -> None:
     """All polls are parked at once, then every connection sends; each gets its own message, and each is stored once."""
     topic_id = front.topic("crowd", 4)

@@ -73,10 +73,11 @@ LEADS_TO = {
     ASKED_IN_CALM: {IN_CALM},
     ALONE: {CUT, DEAD},
     "cut off from ZooKeeper": {EXPIRED},
-    "master killed": {AT_ONCE, BY_ITSELF},
+    "master killed": {AT_ONCE, BY_ITSELF, NO_ROOM},
+    "master stopped": {NO_ROOM},
     TAKEN_BACK: {WAITED},
 }
-"""What comes of actions, by chance."""
+"""What comes of actions, by chance. A disk is full only while its replica is a slave: a change of master may help."""
 OVERTIME_S = 240.0
 """For so long only that is done which has not happened yet, or may lead to it: there may be two slow cores."""
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tests.broker.ha.chaos import Chaos, NetworkedGroup
 
 REMOVED = "a partition's folder removed at a stopped slave"
+OLDER = "a slave back with an older copy of its folder"
 FLIPPED = "a bit flipped in a stopped slave's log"
 NO_ROOM = "a slave's disk full for a while"
 TAKEN_BACK = "ZooKeeper taken back to a copy"
@@ -129,7 +130,7 @@ class StorageFaults:
 
     def actions(self) -> dict[str, Callable[[], None]]:
         """By what they leave in `done`."""
-        found = {REMOVED: self.remove_partition, FLIPPED: self.flip}
+        found = {REMOVED: self.remove_partition, OLDER: self.bring_back_copy, FLIPPED: self.flip}
         if self._group.ensemble is None:
             found[TAKEN_BACK] = self.take_back
         return found if self._group.disk is None else {**found, NO_ROOM: self.fill_disk}
@@ -165,6 +166,25 @@ class StorageFaults:
             shutil.rmtree(self._random.choice(sorted((data / "topics").glob(LISTED))))
             self._chaos.done[REMOVED] += 1
             self._group.start_again(self._number)
+
+    def bring_back_copy(self) -> None:
+        """Of a moment before. The copy knows the in-sync set of that moment, with itself in it."""
+        data = self._stop_slave()
+        if data is None:
+            return
+        number, copy = self._number, data.with_name(f"{data.name}-older")
+        shutil.copytree(data, copy)
+        self._group.start_again(number)
+        if self._calm_master() in (None, number):
+            shutil.rmtree(copy)
+            return
+        self._group.end(number, self._group.replicas[number].kill)
+        shutil.rmtree(data)
+        copy.rename(data)
+        self._chaos.done[OLDER] += 1
+        if self._random.random() < 0.5:  # it is in the set until the master notices
+            self._chaos.kill_master()
+        self._group.start_again(number)
 
     def flip(self) -> None:
         """In the older half of a log, which no replica cuts."""

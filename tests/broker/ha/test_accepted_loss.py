@@ -188,6 +188,7 @@ def _database(folder: Path) -> dict[str, Any]:
     return settings_of(storages(folder)["database"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_data_loss", ["fail", "earliest"])
 def test_of_a_batch_in_hand_that_is_given_up_nothing_more_is_handed_out(tmp_path: Path, on_data_loss: str) -> None:
     with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS, folder=tmp_path / "cluster") as running:

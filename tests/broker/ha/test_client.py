@@ -39,7 +39,7 @@ class SlaveEnd:
         self.registration = REGISTRATION
         self.followed: list[int] = []
         client = HAClient(
-            lambda: self.registration, topics, Flusher(fails), learner=False, generation=lambda: 1,
+            lambda: self.registration, topics, Flusher(fails), learner=False, security=None, generation=lambda: 1,
             known_epoch=lambda: 0, begun=lambda epoch: None,
             followed=self.followed.append, gave_up=lambda given_up: None,
             changed=lambda: None, full=lambda: None, failed=fails,

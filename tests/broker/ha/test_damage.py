@@ -50,6 +50,7 @@ def incarnation(broker: BrokerProcess) -> int:
     return int(statistics(broker)["incarnation"])
 
 
+@pytest.mark.slow
 def test_a_slave_that_finds_damage_at_its_start_copies_the_log_anew_and_a_master_refuses_it(group: Group) -> None:
     topic = a_sync_topic(group, flush="ack", partitions=2)
     slave = group.add_slave()
@@ -183,6 +184,7 @@ def has_damage(broker: BrokerProcess) -> bool:
     return any(verify_partition(one, lambda _size: None).is_damaged for one in find_partitions(broker.data))
 
 
+@pytest.mark.slow
 def test_a_slave_whose_log_was_damaged_while_it_was_down_finds_it_and_copies_it_again(group: Group) -> None:
     topic = a_sync_topic(group, flush="ack", partitions=1)
     slave = group.add_slave()
@@ -203,6 +205,7 @@ def test_a_slave_whose_log_was_damaged_while_it_was_down_finds_it_and_copies_it_
     assert sorted(group.read(topic)) == sorted(values)
 
 
+@pytest.mark.slow
 def test_a_masters_damage_that_a_reader_meets_is_repaired_by_a_promotion(group: Group) -> None:
     """The whole way: the reader's error, the report, the advice, the promotion, the repair, and back."""
     topic = a_sync_topic(group, flush="ack", partitions=1)
@@ -266,6 +269,7 @@ def tear(broker: BrokerProcess, torn: Callable[[bytes], bytes]) -> None:
     path.write_bytes(torn(path.read_bytes()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torn", [cut_short, zeroed, garbled])
 def test_a_slave_whose_unflushed_tail_is_torn_is_somebody_else_until_it_has_caught_up(
     group: Group, torn: Callable[[bytes], bytes]

@@ -15,6 +15,7 @@ import pytest
 
 from metamq import Admin
 from metamq.broker.roles.succession import PREFERRED
+from metamq.cli.show.replica_view import replica_faults
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConfigError, ConnectError, Fenced
 from metamq.wire.commands import Command, Promote
@@ -253,6 +254,10 @@ def test_the_pause_against_flapping_counts_switches_from_before_a_restart(group:
     reason = "a pause against flapping, after 8 automatic switches"
     wait_until(lambda: group.replication(1)["failover"] == reason, what="the pause")
     assert master(group) == 0
+    with group.cluster.admin() as admin:
+        described = admin.replicas()[0]
+    assert (described.successor, described.successor_waits) == (1, reason)
+    assert f"takes over by itself later: {reason}" in next(iter(replica_faults(described))).hint
 
 
 def test_the_preferred_replica_returns_by_a_hand_over() -> None:
@@ -299,6 +304,16 @@ def test_a_master_that_stops_asks_the_next_slave_if_one_is_frozen(group: Group) 
     group.replicas[0].stop()
     first.thaw()
     assert master(group) == 2
+
+
+def test_a_master_that_stops_does_not_join_its_successor(group: Group) -> None:
+    """Else it may end just when it has become a member of the in-sync set, and writes wait for it."""
+    a_sync_topic(group, partitions=1)
+    group.add_slave()
+    group.wait_insync(0, 1)
+    group.replicas[0].stop()
+    assert master(group) == 1
+    assert "replica 0 of broker 0 has joined" not in group.replicas[1].log_path.read_text()
 
 
 def test_a_master_that_stops_listens_as_long_as_it_may_acknowledge(group: Group) -> None:

@@ -204,6 +204,7 @@ def random_events(seed: int) -> list[tuple[Event, Member, int]]:
     return events
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from(SLAVES), st.integers(0, 3)), max_size=100))
 def test_whoever_stands_in_zookeeper_may_be_promoted_at_any_moment(events: list[tuple[Event, Member, int]]) -> None:

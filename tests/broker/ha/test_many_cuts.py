@@ -84,7 +84,7 @@ def test_thousands_of_cuts_leave_the_loop_to_others_and_what_comes_behind_them_w
                 partition.append(batch, read_header(batch, 0), ids)
         end = partitions[0].log.end_position
         client = HAClient(
-            lambda: REGISTRATION, topics, Flusher(fails), learner=False, generation=lambda: 1,
+            lambda: REGISTRATION, topics, Flusher(fails), learner=False, security=None, generation=lambda: 1,
             known_epoch=lambda: 0, begun=lambda epoch: None,
             followed=lambda generation: None, gave_up=lambda given_up: None,
             changed=lambda: None, full=lambda: None, failed=fails,

@@ -304,6 +304,7 @@ def test_what_was_acknowledged_is_there_after_the_master_died_and_the_slave_was_
     assert sorted(group.read(topic)) == sorted(values)
 
 
+@pytest.mark.slow
 def test_a_living_master_hands_over_and_becomes_a_slave_under_load(group: Group) -> None:
     topic = a_sync_topic(group)
     group.add_slave()

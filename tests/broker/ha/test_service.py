@@ -447,7 +447,7 @@ def test_a_slave_leaves_a_master_that_hangs_in_the_handshake_when_there_is_anoth
             broker_id=0, replica=2, incarnation=1, folder="f", lock="x", host="127.0.0.1", port=1, version="1"
         )
         client = HAClient(
-            lambda: registration, topics, Flusher(fails), learner=False, generation=lambda: 1,
+            lambda: registration, topics, Flusher(fails), learner=False, security=None, generation=lambda: 1,
             known_epoch=lambda: 0, begun=lambda epoch: None,
             followed=lambda generation: None, gave_up=lambda given_up: None,
             changed=lambda: None, full=lambda: None, failed=fails,

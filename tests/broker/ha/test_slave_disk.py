@@ -29,6 +29,7 @@ def slave(group: Group, small_disk: SmallDisk) -> Iterator[BrokerProcess]:
     shutil.rmtree(made.data, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_a_slave_without_room_stores_nothing_holds_nothing_up_and_comes_back(
     group: Group, slave: BrokerProcess, small_disk: SmallDisk
 ) -> None:

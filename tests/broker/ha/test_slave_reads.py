@@ -159,6 +159,7 @@ def test_consumers_read_on_from_a_slave_while_there_is_no_master_and_go_back(
             new.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read_from", ["master", "any"])
 def test_readers_go_on_at_the_new_master_and_at_the_old_one_again(group: Group, read_from: str) -> None:
     topic = a_sync_topic(group)
@@ -187,6 +188,7 @@ def test_readers_go_on_at_the_new_master_and_at_the_old_one_again(group: Group, 
         reader.close()
 
 
+@pytest.mark.slow
 def test_who_is_far_behind_reads_from_a_slave_and_then_from_the_master(group: Group) -> None:
     topic = a_sync_topic(group, partitions=1)
     slave = group.add_slave()
@@ -210,6 +212,7 @@ def test_who_is_far_behind_reads_from_a_slave_and_then_from_the_master(group: Gr
             reader.close()
 
 
+@pytest.mark.slow
 def test_what_a_slave_has_not_any_more_is_read_from_the_master_also_by_who_begins(group: Group) -> None:
     topic = a_sync_topic(group, partitions=1, segment_bytes=1024 * 1024, retention_bytes=1024 * 1024)
     group.add_slave(retention_check_s=0.1)
@@ -312,6 +315,7 @@ def test_a_slave_waits_for_what_is_to_come_and_refuses_what_is_the_masters(group
     assert asyncio.run(read_behind(epochs[0] + 1000)).status == status.encode_error(Fenced("", ""))[0]
 
 
+@pytest.mark.slow
 def test_a_slave_offers_what_it_has_and_nothing_when_it_is_gone(group: Group) -> None:
     topic = a_sync_topic(group)
     assert offering(group, topic) == set()

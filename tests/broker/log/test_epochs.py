@@ -91,6 +91,7 @@ def test_a_cut_leaves_the_list_of_what_is_left(log: ModelLog, data: st.DataObjec
     assert whole.cut(position) == log.epochs()
 
 
+@pytest.mark.slow
 @given(log=logs(), data=st.data())
 def test_without_its_beginning_a_log_ends_its_epochs_where_it_did(log: ModelLog, data: st.DataObject) -> None:
     gone = data.draw(st.integers(0, len(log.batches)))

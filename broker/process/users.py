@@ -1,0 +1,131 @@
+"""The users of the cluster and the rules of their rights, as a broker knows them: it follows their nodes.
+
+Without ZooKeeper the last known users may log in, and the last known rules decide. It also limits failed logins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from metamq.errors import ConnectError, CorruptData
+from metamq.security.rights import NO_RULES, UNLIMITED, Access, RuleTable
+from metamq.zk.cluster.rights import read_rules
+from metamq.zk.cluster.users import read_users
+from metamq.zk.session.watches import OneWatch
+
+if TYPE_CHECKING:
+    from metamq.security.login import Verifiers
+    from metamq.zk.cluster.brokers import Watcher
+    from metamq.zk.cluster.users import Users
+    from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.broker")
+
+T = TypeVar("T")
+RETRY_S = 0.5
+FAILURES_MAX = 10
+FAILURES_S = 60.0
+"""A user with FAILURES_MAX failed logins in this time must wait, at the address that they came from."""
+NOTED_MAX = 10_000
+
+
+async def _nothing() -> None:
+    pass
+
+
+class Followed(Generic[T]):
+    """A node that this broker follows. Used by the broker's loop only."""
+
+    def __init__(
+        self, session: Session, read: Callable[[Session, Watcher | None], Awaitable[T]], first: T, what: str
+    ) -> None:
+        """`first` is the value before the node is read; `what` names it in the log."""
+        self.value = first
+        self.changed: Callable[[], Awaitable[None]] = _nothing
+        """Called after each change."""
+        self._session = session
+        self._read = read
+        self._what = what
+        self._due = asyncio.Event()
+        self._watch = OneWatch(self._due.set)
+
+    async def read(self) -> None:
+        """Reads the node, and leaves a watch. If it is damaged, the former value counts. Raises ConnectError."""
+        self._due.clear()
+        try:
+            value = await self._watch.leave(lambda watch: self._read(self._session, watch))
+        except CorruptData as error:
+            log.error("%s", error)
+            return
+        if value != self.value:
+            self.value = value
+            await self.changed()
+
+    async def run(self) -> None:
+        """Follows the node, until cancelled."""
+        while True:
+            await self._due.wait()
+            await self._session.connected()
+            try:
+                await self.read()
+            except ConnectError as error:
+                log.info("the %s cannot be read, the former ones count: %s", self._what, error)
+                self._due.set()
+                await asyncio.sleep(RETRY_S)
+
+
+async def read_table(session: Session, watch: Watcher | None) -> RuleTable:
+    """Returns the present rules. Raises CorruptData, ConnectionLost."""
+    return RuleTable(await read_rules(session, watch))
+
+
+class KnownUsers:
+    """The users and their rights. Used by the broker's loop only."""
+
+    def __init__(self, session: Session, *, is_secure: bool) -> None:
+        """`is_secure`: False if security is off; then each client may do everything."""
+        self._is_secure = is_secure
+        self._users: Followed[Users] = Followed(session, read_users, {}, "users")
+        self._rules: Followed[RuleTable] = Followed(session, read_table, NO_RULES, "rules of rights")
+        self._failures: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
+
+    def when_rights_change(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Calls `call` after each change of the rules."""
+        self._rules.changed = call
+
+    def access(self, principal: str) -> Access:
+        """Returns what the principal may do by the present rules."""
+        return Access(principal, self._rules.value) if self._is_secure else UNLIMITED
+
+    def find(self, user: str) -> Verifiers | None:
+        """Returns the data that verifies the user's password; None: there is no such user."""
+        return self._users.value.get(user)
+
+    def must_wait(self, address: str, user: str) -> bool:
+        """True if too many logins of the user have failed, from this address."""
+        times = self._failures.get((address, user), ())
+        return sum(at > time.monotonic() - FAILURES_S for at in times) >= FAILURES_MAX
+
+    def failed(self, address: str, user: str) -> None:
+        """Notes a failed login."""
+        times = self._failures.setdefault((address, user), deque(maxlen=FAILURES_MAX))
+        times.append(time.monotonic())
+        self._failures.move_to_end((address, user))
+        if len(self._failures) > NOTED_MAX:
+            self._failures.popitem(last=False)
+
+    async def read(self) -> None:
+        """Reads the users and the rules. Raises ConnectError."""
+        await self._users.read()
+        await self._rules.read()
+
+    async def run(self) -> None:
+        """Follows both, until cancelled."""
+        async with asyncio.TaskGroup() as following:
+            following.create_task(self._users.run())
+            following.create_task(self._rules.run())

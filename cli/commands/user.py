@@ -1,0 +1,237 @@
+"""`metamq user` and `metamq acl`: the users who log in by password, and the rules that say who may do what.
+
+A password is never on a command line.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from metamq.cli.command import Group
+from metamq.cli.context import current
+from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, count, print_json, print_table, say
+from metamq.errors import ConfigError
+from metamq.security.login import read_password
+from metamq.security.rights import ALLOW, DENY
+
+if TYPE_CHECKING:
+    from metamq.security.rights import Rule
+
+GENERATED_BYTES = 24
+
+
+@click.group(cls=Group)
+def user() -> None:
+    """Add, list and remove the users who log in by password.
+
+    Programs log in with METAMQ_SECURITY_USER and METAMQ_SECURITY_PASSWORD_FILE. A program with a certificate needs no
+    user: see `metamq security issue`.
+
+    \b
+    metamq user add etl
+    metamq user list
+    metamq user remove etl
+    """
+
+
+@user.command()
+@click.argument("name")
+@click.option("--password-file", metavar="FILE", help="File whose first line is the password.  [asks]")
+@click.option("--generate", is_flag=True, help="Make a password, and print it.")
+@TEXT_OR_JSON
+def add(name: str, password_file: str | None, generate: bool, output: str) -> int:
+    """Add the user NAME, or change its password.
+
+    Asks for the password, unless it comes from a file, from standard input, or from --generate. Connections that are
+    open stay open; new ones need the new password.
+
+    \b
+    metamq user add etl
+    metamq user add etl --generate >etl.password
+    metamq user add etl --password-file etl.password
+    """
+    if generate and password_file:
+        raise click.UsageError("--generate makes a password, --password-file gives one: choose one of them")
+    password = secrets.token_urlsafe(GENERATED_BYTES) if generate else _password(name, password_file)
+    with current().admin() as admin:
+        is_new = name not in admin.users()
+        admin.set_user(name, password)
+    if output == "json":
+        print_json({"user": name, "is_new": is_new, **({"password": password} if generate else {})})
+        return 0
+    if generate:
+        click.echo(password)
+    say(f"The user {name} is added." if is_new else f"The user {name} has another password.")
+    return 0
+
+
+def _password(name: str, file: str | None) -> str:
+    if file:
+        return read_password(file)
+    if sys.stdin.isatty():
+        asked: str = click.prompt(f"Password of {name}", hide_input=True, confirmation_prompt=True, err=True)
+        return asked
+    given = sys.stdin.readline().rstrip("\r\n")
+    if not given:
+        raise ConfigError("there is no password on standard input", hint="Give --password-file or --generate.")
+    return given
+
+
+@user.command("list")
+@TABLE_OR_JSON
+def list_users(output: str) -> int:
+    """Show the users who log in by password.
+
+    \b
+    metamq user list
+    metamq user list -o json
+    """
+    with current().admin() as admin:
+        names = admin.users()
+    if output == "json":
+        print_json(names)
+    else:
+        print_table(["USER"], [[name] for name in names])
+    return 0
+
+
+@user.command()
+@click.argument("name")
+@TEXT_OR_JSON
+def remove(name: str, output: str) -> int:
+    """Remove the user NAME: it cannot log in any more. Connections that are open stay open.
+
+    \b
+    metamq user remove etl
+    """
+    with current().admin() as admin:
+        admin.remove_user(name)
+        rules = [str(rule) for rule in admin.rules() if rule.principal == name]
+    if output == "json":
+        print_json({"user": name, "rules": rules})
+    else:
+        left = f" {count(len(rules), 'rule')} for that name stay: see `metamq acl list`." if rules else ""
+        say(f"The user {name} is removed.{left}")
+    return 0
+
+
+@click.group(cls=Group)
+def acl() -> None:
+    """Show and change the rules of rights.
+
+    Brokers with certificates do only what a rule allows; a `deny` counts more than any `allow`. The certificates
+    `admin` and `brokers` may do everything. A change counts within a second, at open connections too.
+
+    \b
+    PRINCIPAL  the name of a user or of a certificate; '*': all of them
+    RIGHT      read, write: of topics; describe, promote, recover: of the cluster
+    RESOURCE   topic:orders, 'topic:orders-*' or cluster
+
+    \b
+    metamq acl allow etl read topic:orders
+    metamq acl list
+    metamq acl explain etl read topic:orders
+    """
+
+
+def _arguments(command: Any) -> Any:
+    command = click.argument("resources", metavar="RESOURCE...", nargs=-1, required=True)(command)
+    return TEXT_OR_JSON(click.argument("principal")(click.argument("right")(command)))
+
+
+@acl.command()
+@_arguments
+def allow(principal: str, right: str, resources: tuple[str, ...], output: str) -> int:
+    """Give PRINCIPAL a right on each RESOURCE.
+
+    \b
+    metamq acl allow etl read topic:orders topic:refunds
+    metamq acl allow etl write 'topic:report-*'
+    metamq acl allow monitor describe cluster
+    """
+    with current().admin() as admin:
+        _show(admin.add_rules(ALLOW, principal, right, *resources), "added", output)
+    return 0
+
+
+@acl.command()
+@_arguments
+def deny(principal: str, right: str, resources: tuple[str, ...], output: str) -> int:
+    """Deny PRINCIPAL a right on each RESOURCE, whatever other rules allow.
+
+    \b
+    metamq acl deny '*' write topic:audit
+    """
+    with current().admin() as admin:
+        _show(admin.add_rules(DENY, principal, right, *resources), "added", output)
+    return 0
+
+
+@acl.command("remove")
+@click.argument("effect", type=click.Choice([ALLOW, DENY]))
+@_arguments
+def remove_rule(effect: str, principal: str, right: str, resources: tuple[str, ...], output: str) -> int:
+    """Remove the rule for each RESOURCE. The words of a rule are those of `metamq acl list`.
+
+    \b
+    metamq acl remove allow etl read topic:orders
+    """
+    with current().admin() as admin:
+        _show(admin.remove_rules(effect, principal, right, *resources), "removed", output)
+    return 0
+
+
+@acl.command("list")
+@TABLE_OR_JSON
+def list_rules(output: str) -> int:
+    """Show all rules.
+
+    \b
+    metamq acl list
+    metamq acl list -o json
+    """
+    with current().admin() as admin:
+        rules = admin.rules()
+    if output == "json":
+        print_json([_fields(rule) for rule in rules])
+    else:
+        rows = [[rule.principal, rule.effect, rule.right, str(rule.resource)] for rule in rules]
+        print_table(["PRINCIPAL", "EFFECT", "RIGHT", "RESOURCE"], sorted(rows))
+    return 0
+
+
+@acl.command()
+@click.argument("principal")
+@click.argument("right")
+@click.argument("resource")
+@TEXT_OR_JSON
+def explain(principal: str, right: str, resource: str, output: str) -> int:
+    """Show if PRINCIPAL has a right on RESOURCE, and which rule decides. Ends with 1 if it has not.
+
+    \b
+    metamq acl explain etl read topic:orders
+    """
+    with current().admin() as admin:
+        found = admin.explain_right(principal, right, resource)
+    if output == "json":
+        rule = None if found.rule is None else _fields(found.rule)
+        print_json({"is_allowed": found.is_allowed, "rule": rule, "reason": found.reason})
+    else:
+        click.echo(f"{'yes' if found.is_allowed else 'no'}: {found.reason}")
+    return 0 if found.is_allowed else 1
+
+
+def _show(rules: list[Rule], what: str, output: str) -> None:
+    if output == "json":
+        print_json([_fields(rule) for rule in rules])
+    else:
+        for rule in rules:
+            say(f"The rule `{rule}` is {what}.")
+
+
+def _fields(rule: Rule) -> dict[str, str]:
+    return {**rule._asdict(), "resource": str(rule.resource)}

@@ -1,0 +1,94 @@
+"""The security settings of a process: the `[security]` section of the TOML file, METAMQ_SECURITY_… variables.
+
+A setting names a file. So no secret is on a command line, in the environment, or in the `repr` of an object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from metamq.errors import ConfigError
+
+CA, REVOKED = "ca.crt", "revoked.crl"
+"""Files in the folder of `metamq security init`."""
+BROKERS, ZOOKEEPER, ADMIN = "brokers", "zookeeper", "admin"
+"""The principals that it makes certificates for."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Hosts for which each server's certificate is valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """The files that prove who this process is, and by which it knows brokers. All empty: no TLS.
+
+    Construction checks that the settings fit together: ConfigError names the missing one.
+    """
+
+    dir: str = ""
+    """The folder of `metamq security init`: it has all files that a broker needs. With `role` also for clients."""
+    role: str = ""
+    """The name of the certificate in `dir` that this client uses, as `admin`; empty: none."""
+    ca: str = ""
+    """File with the certificate of the authority that signs the brokers' certificates."""
+    revoked: str = ""
+    """File with the authority's list of revoked certificates."""
+    certificate: str = ""
+    """File with the certificate of this process, for an identity by certificate."""
+    key: str = ""
+    """File with the private key of that certificate."""
+    user: str = ""
+    """The name of the user that this client logs in as, if it has no certificate."""
+    password_file: str = ""
+    """File whose first line is the user's password. Only its owner should be able to read it."""
+    zookeeper_tls: bool = True
+    """False: ZooKeeper is reached without TLS. Then whoever reads its traffic sees the cluster's nodes."""
+
+    def __post_init__(self) -> None:
+        if bool(self.certificate) != bool(self.key):
+            missing = "key" if self.certificate else "certificate"
+            raise ConfigError(
+                f"the security setting `{missing}` is missing", hint="`certificate` and `key` belong together."
+            )
+        if bool(self.user) != bool(self.password_file):
+            missing = "password_file" if self.user else "user"
+            raise ConfigError(
+                f"the security setting `{missing}` is missing", hint="`user` and `password_file` belong together."
+            )
+        if (self.certificate or self.user) and not self.is_on:
+            raise ConfigError(
+                "a user or a certificate is given without the authority of the brokers",
+                hint="Set `ca`, or METAMQ_SECURITY_CA.",
+            )
+        if self.role and self.certificate:
+            raise ConfigError(
+                "the security settings name two certificates: by `role`, and by `certificate`",
+                hint="Remove one of them.",
+            )
+        if self.revoked and not self.is_on:
+            raise ConfigError("the security setting `revoked` needs `ca`", hint="Set METAMQ_SECURITY_CA, too.")
+        if self.role and not self.dir:
+            raise ConfigError("the security setting `role` needs `dir`", hint="Set METAMQ_SECURITY_DIR, too.")
+
+    @property
+    def is_on(self) -> bool:
+        """True if connections use TLS."""
+        return bool(self.dir or self.ca)
+
+    def files(self, role: str = "") -> TlsFiles:
+        """Returns the files for `role`, the name of a certificate in `dir`; empty: those of a client."""
+        folder, role = Path(self.dir), role or self.role
+        own = (folder / f"{role}.crt", folder / f"{role}.key") if role and self.dir else (self.certificate, self.key)
+        ca = self.ca or str(folder / CA)
+        revoked = self.revoked or (str(folder / REVOKED) if self.dir else "")
+        return TlsFiles(ca, str(own[0]), str(own[1]), revoked)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files; empty: none."""
+
+    ca: str
+    certificate: str
+    key: str
+    revoked: str

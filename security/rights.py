@@ -1,0 +1,229 @@
+"""Rights: rules that say which principal may do what, and the decision by them, without I/O.
+
+A rule allows or denies a principal one right on the things that it names, exactly or by a prefix:
+
+    allow  etl  read   topic:orders
+    allow  *    write  topic:events-*
+    deny   etl  write  topic:events-audit
+
+    a `deny` matches             no
+    else an `allow` matches      yes
+    else                         no
+
+The principals of the cluster itself, `admin` and `brokers`, may do everything. No rule changes that: a wrong rule never
+locks its administrator out. Only `brokers` may join as a replica, and no rule gives that right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from metamq.errors import ConfigError, NotAuthorized
+from metamq.security.config import ADMIN, BROKERS
+from metamq.security.names import check_name
+
+ALLOW, DENY = "allow", "deny"
+ANY_PRINCIPAL = "*"
+TOPIC, CLUSTER = "topic", "cluster"
+READ, WRITE = "read", "write"
+DESCRIBE, PROMOTE, RECOVER = "describe", "promote", "recover"
+RIGHTS = {TOPIC: (READ, WRITE), CLUSTER: (DESCRIBE, PROMOTE, RECOVER)}
+"""The rights on each kind of resource."""
+_DOES = {ALLOW: "allows", DENY: "denies"}
+SUPERUSERS = (ADMIN, BROKERS)
+NAME_CHARS_MAX = 200
+"""That of a topic's name: metamq.zk.names."""
+
+
+class Resource(NamedTuple):
+    """The subject of a rule: the cluster, a topic, or all topics whose names begin with a prefix."""
+
+    kind: str
+    name: str = ""
+    """A topic's name, or a prefix and `*`; empty for the cluster."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}" if self.name else self.kind
+
+
+class Rule(NamedTuple):
+    """One rule."""
+
+    effect: str
+    """ALLOW or DENY."""
+    principal: str
+    """A name, or ANY_PRINCIPAL."""
+    right: str
+    resource: Resource
+
+    def __str__(self) -> str:
+        return f"{self.effect} {self.principal} {self.right} {self.resource}"
+
+
+class RightDecision(NamedTuple):
+    """The decision if something is allowed, and the rule that decided; None: no rule is about it, or none is needed."""
+
+    is_allowed: bool
+    rule: Rule | None
+    reason: str
+    """The cause, as a sentence."""
+
+
+Rules = tuple[Rule, ...]
+
+
+class _Names(NamedTuple):
+    """The names and prefixes of the rules with one effect, principal, right and kind."""
+
+    exact: frozenset[str]
+    prefixes: frozenset[str]
+    lengths_chars: tuple[int, ...]
+    """The different lengths of the prefixes."""
+
+    def covering(self, name: str) -> str | None:
+        """Returns the name in the rule that is about this one; None: there is no such rule."""
+        if name in self.exact:
+            return name
+        found = (name[:chars] for chars in self.lengths_chars if name[:chars] in self.prefixes)
+        return next((f"{prefix}*" for prefix in found), None)
+
+
+class RuleTable:
+    """Rules, prepared for decisions: clients choose the names that are looked up, and there may be many rules."""
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        self.rules = frozenset(rules)
+        names: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
+        for effect, principal, right, (kind, name) in self.rules:
+            names[effect, principal, right, kind].append(name)
+        self._names = {key: _made(found) for key, found in names.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RuleTable) and self.rules == other.rules
+
+    def __hash__(self) -> int:
+        return hash(self.rules)
+
+    def decide(self, principal: str, right: str, resource: Resource) -> RightDecision:
+        """Decides if the principal has the right."""
+        if principal in SUPERUSERS:
+            return RightDecision(True, None, f"{principal} may do everything")
+        for effect in (DENY, ALLOW):
+            for name in (principal, ANY_PRINCIPAL):
+                names = self._names.get((effect, name, right, resource.kind))
+                found = names.covering(resource.name) if names is not None else None
+                if found is not None:
+                    rule = Rule(effect, name, right, Resource(resource.kind, found))
+                    return RightDecision(effect == ALLOW, rule, f"the rule `{rule}` {_DOES[effect]} it")
+        return RightDecision(False, None, "no rule allows it")
+
+    def gives_any(self, principal: str, right: str) -> bool:
+        """True if a rule allows the principal the right on any topic."""
+        return any((ALLOW, name, right, TOPIC) in self._names for name in (principal, ANY_PRINCIPAL))
+
+
+def _made(names: Iterable[str]) -> _Names:
+    names = list(names)
+    prefixes = frozenset(name[:-1] for name in names if name.endswith("*"))
+    exact = frozenset(name for name in names if not name.endswith("*"))
+    return _Names(exact, prefixes, tuple(sorted({len(prefix) for prefix in prefixes})))
+
+
+def parse_rule(effect: str, principal: str, right: str, resource: str) -> Rule:
+    """Returns the rule that these texts say. Raises ConfigError, which names the wrong one."""
+    if effect not in (ALLOW, DENY):
+        raise ConfigError(f"{effect!r} is not the effect of a rule", hint="It is `allow` or `deny`.")
+    if principal != ANY_PRINCIPAL:
+        check_name(principal)
+    if principal in SUPERUSERS:
+        raise ConfigError(f"a rule for {principal!r} has no effect: it may do everything")
+    found = parse_resource(resource)
+    check_right(right, found)
+    return Rule(effect, principal, right, found)
+
+
+def check_right(right: str, resource: Resource) -> None:
+    """Raises ConfigError if there is no such right on the resource."""
+    if right not in RIGHTS[resource.kind]:
+        hint = f"Those of a {resource.kind} are: {', '.join(RIGHTS[resource.kind])}."
+        raise ConfigError(f"{right!r} is not a right on {resource}", hint=hint)
+
+
+def parse_resource(text: str) -> Resource:
+    """Returns the resource that "topic:orders", "topic:orders-*" or "cluster" names. Raises ConfigError."""
+    kind, _, name = text.partition(":")
+    if kind not in RIGHTS or bool(name) != (kind == TOPIC) or "*" in name[:-1] or len(name) > NAME_CHARS_MAX:
+        raise ConfigError(
+            f"{text!r} is not a resource", hint="Write topic:NAME, topic:PREFIX* for several topics, or cluster."
+        )
+    return Resource(kind, name)
+
+
+class Access:
+    """The rights of one client. It remembers the topics that it allowed, so a check costs one look-up.
+
+    Used by the broker's loop only. When the rules change, it is replaced.
+    """
+
+    __slots__ = ("_allowed", "_table", "is_limited", "principal")
+
+    def __init__(self, principal: str, table: RuleTable, *, is_secure: bool = True) -> None:
+        """`is_secure`: False if security is off."""
+        self.principal = principal
+        self.is_limited = is_secure and principal not in SUPERUSERS
+        """False if everything is allowed."""
+        self._table = table
+        self._allowed: set[tuple[str, str]] = set()
+
+    def refusal(self, right: str, topic: str) -> NotAuthorized | None:
+        """Returns the reason why the client does not have the right on the topic; None: it has.
+
+        The reason does not show whether the topic exists.
+        """
+        if not self.is_limited or (right, topic) in self._allowed:
+            return None
+        if len(topic) > NAME_CHARS_MAX:
+            return NotAuthorized(self.principal, right, str(Resource(TOPIC, topic[:NAME_CHARS_MAX])))
+        refusal = self._decided(right, Resource(TOPIC, topic))
+        if refusal is None:
+            if len(self._allowed) >= REMEMBERED_MAX:
+                self._allowed.clear()
+            self._allowed.add((right, topic))
+        return refusal
+
+    def check_topic(self, right: str, topic: str) -> None:
+        """Raises NotAuthorized."""
+        if (refusal := self.refusal(right, topic)) is not None:
+            raise refusal
+
+    def check_transactions(self) -> None:
+        """Raises NotAuthorized if the client may write no topic, and does not end transactions as an operator."""
+        if not self.is_limited or self._table.gives_any(self.principal, WRITE):
+            return
+        if self._decided(RECOVER, Resource(CLUSTER)) is not None:
+            raise NotAuthorized(self.principal, WRITE, str(Resource(TOPIC, "*")))
+
+    def check_cluster(self, right: str) -> None:
+        """Raises NotAuthorized."""
+        if self.is_limited and (refusal := self._decided(right, Resource(CLUSTER))) is not None:
+            raise refusal
+
+    def check_is_broker(self) -> None:
+        """Raises NotAuthorized unless the client has the certificate of the brokers, or security is off."""
+        if self.is_limited or self.principal == ADMIN:
+            raise NotAuthorized(
+                self.principal, "join as a replica of", CLUSTER, hint=f"It needs the certificate `{BROKERS}`."
+            )
+
+    def _decided(self, right: str, resource: Resource) -> NotAuthorized | None:
+        if self._table.decide(self.principal, right, resource).is_allowed:
+            return None
+        return NotAuthorized(self.principal, right, str(resource))
+
+
+REMEMBERED_MAX = 1000
+NO_RULES = RuleTable(())
+UNLIMITED = Access("", NO_RULES, is_secure=False)
+"""The Access of each client if security is off."""

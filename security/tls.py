@@ -1,0 +1,231 @@
+"""TLS contexts from files, which may be replaced while the process runs.
+
+Only TLS 1.3 is spoken: there is no downgrade to negotiate. Both ends verify certificates against the one authority of
+the cluster. A client checks the host name that it connects to, too; a broker takes the name in a client's certificate
+as the client's identity.
+
+New connections use the files as they are now. So a certificate is renewed, and one is revoked, without a restart. Files
+that cannot be used, as in the middle of a copy, are reported once, and the last good ones stay in use.
+
+Brokers give no session tickets: a resumed session would outlive the revocation of its certificate. And without tickets,
+unread bytes on an idle connection mean that the broker has closed it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from metamq.errors import ConfigError
+from metamq.security.config import BROKERS
+from metamq.security.login import ClientLogin, ServerIdentity, check_library, read_password, server_identity
+
+if TYPE_CHECKING:
+    from metamq.security.config import SecurityConfig, TlsFiles
+
+log = logging.getLogger("metamq.security")
+
+HANDSHAKE_S = 10.0
+TLS_RECORD = b"\x16"
+"""The first byte of a TLS connection."""
+_State = tuple[tuple[int, int, int], ...]
+
+
+class FreshContext:
+    """A TLS context that follows its files. Any thread."""
+
+    def __init__(self, files: TlsFiles, make: Callable[[TlsFiles], ssl.SSLContext]) -> None:
+        """`make` is client_context or server_context. Raises ConfigError if a file cannot be used."""
+        self._files = files
+        self._make = make
+        self._lock = threading.Lock()
+        self._state = _state_of(files)
+        self._context = make(files)
+        self._failed: _State | None = None
+
+    def current(self) -> ssl.SSLContext:
+        """Returns the context of the present files, or the last one that could be made."""
+        state = _state_of(self._files)
+        if state in (self._state, self._failed):
+            return self._context
+        with self._lock:
+            if state in (self._state, self._failed):  # another thread was first
+                return self._context
+            try:
+                self._context = self._make(self._files)
+                self._state, self._failed = state, None
+                log.info("the certificates of %s are in use", self._files.certificate or self._files.ca)
+            except ConfigError as error:
+                self._failed = state
+                log.error("the former certificates stay in use: %s", error)
+        return self._context
+
+
+class ClientSecurity(NamedTuple):
+    """The means of a client to connect to brokers: TLS, and a user if it has no certificate."""
+
+    tls: FreshContext
+    user: str
+    password_file: str
+
+    def login(self, address: str, tls: ssl.SSLObject | ssl.SSLSocket) -> ClientLogin | None:
+        """Returns a login on this connection; None without a user. The password is read again, so it may change.
+
+        Raises ConfigError.
+        """
+        if not self.user:
+            return None
+        return ClientLogin(address, self.user, read_password(self.password_file), tls)
+
+
+class Security(NamedTuple):
+    """The security of a process as a client, of brokers and of ZooKeeper; None: off."""
+
+    brokers: ClientSecurity | None = None
+    zookeeper: FreshContext | None = None
+
+
+OFF = Security()
+
+
+@functools.cache
+def client_security(config: SecurityConfig) -> Security:
+    """Returns the security of this process's connections. Raises ConfigError."""
+    if not config.is_on:
+        return OFF
+    if config.user:
+        check_library()
+    tls = FreshContext(config.files(), client_context)
+    brokers = ClientSecurity(tls, config.user, config.password_file)
+    return Security(brokers, tls if config.zookeeper_tls else None)
+
+
+class BrokerSecurity(NamedTuple):
+    """The TLS of connections that a broker accepts, and its security as a client of other brokers."""
+
+    server: FreshContext
+    client: Security
+
+
+def broker_security(config: SecurityConfig) -> BrokerSecurity | None:
+    """Returns the security of a broker; None if it is off. Raises ConfigError, also if it has no certificate."""
+    if not config.is_on:
+        return None
+    files = config.files() if config.certificate else config.files(BROKERS)
+    if not files.certificate:
+        raise ConfigError(
+            "security is on, and the broker has no certificate",
+            hint="Set `dir` in [security], or METAMQ_SECURITY_DIR, to the folder of `metamq security init`; or set "
+            "`certificate` and `key`.",
+        )
+    client = FreshContext(files, client_context)
+    as_client = Security(ClientSecurity(client, "", ""), client if config.zookeeper_tls else None)
+    return BrokerSecurity(FreshContext(files, server_context), as_client)
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """Returns the context of a client. Raises ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _load(context, files)
+    return context
+
+
+class ServerContext(ssl.SSLContext):
+    """The context of a broker."""
+
+    identity: ServerIdentity
+
+
+def server_context(files: TlsFiles) -> ServerContext:
+    """Returns the context of a broker, which also accepts clients without a certificate. Raises ConfigError."""
+    context = ServerContext(ssl.PROTOCOL_TLS_SERVER)
+    _load(context, files)
+    try:
+        context.identity = server_identity(Path(files.certificate), Path(files.key))
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+    if context.identity.name != BROKERS:
+        raise ConfigError(
+            f"the certificate {files.certificate} is of {context.identity.name!r}, not of {BROKERS!r}: "
+            "this replica could not join the others",
+            hint=f"`metamq security issue {BROKERS}` makes one.",
+        )
+    context.verify_mode = ssl.CERT_OPTIONAL
+    context.num_tickets = 0
+    return context
+
+
+def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    _read(files.ca, "the certificate of the authority", context.load_verify_locations)
+    if files.certificate:
+        _read(files.certificate, "the certificate and its key", lambda path: context.load_cert_chain(path, files.key))
+    if files.revoked:
+        _read(files.revoked, "the list of revoked certificates", context.load_verify_locations)
+        context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
+
+
+def _read(path: str, what: str, load: Callable[[str], object]) -> None:
+    try:
+        load(path)
+    except ssl.SSLError as error:
+        reason = error.reason or error.strerror or str(error)
+        raise ConfigError(
+            f"{what}, {path}, cannot be used: {reason.replace('_', ' ').lower()}",
+            hint="It must be a PEM file. `metamq security init` makes all of them.",
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{what}, {path}, cannot be read: {error.strerror}",
+            hint="`metamq security init` makes all files. Each process needs the right to read its own.",
+        ) from error
+
+
+def _state_of(files: TlsFiles) -> _State:
+    """Returns what changes when a file does."""
+    found = []
+    for path in astuple(files):
+        try:
+            stat = os.stat(path)
+            found.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
+        except OSError:
+            found.append((0, 0, 0))
+    return tuple(found)
+
+
+NO_TLS = "it does not speak TLS", "Is security on at the broker? Else unset METAMQ_SECURITY_CA and METAMQ_SECURITY_DIR."
+ENDED = (
+    "it closed the connection in the TLS handshake",
+    "It may refuse the certificate of this client, or its version of TLS: the log of the broker says why.",
+)
+"""A broker cannot send the reason: TLS 1.3 verifies a client's certificate when the client believes to be connected."""
+_REASONS = {
+    "WRONG_VERSION_NUMBER": NO_TLS,
+    "HTTP_REQUEST": NO_TLS,
+    "UNEXPECTED_EOF_WHILE_READING": ENDED,
+    "UNSUPPORTED_PROTOCOL": ("it does not speak TLS 1.3", ""),
+}
+
+
+def principal_of(tls: ssl.SSLObject | None) -> str:
+    """Returns the name in the client's certificate, which was verified; empty: it has none."""
+    certificate: dict[str, Any] = (tls.getpeercert() if tls is not None else None) or {}
+    names = [str(value) for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    return names[0] if names else ""
+
+
+def tls_reason(error: ssl.SSLError) -> tuple[str, str]:
+    """Returns what went wrong in a handshake, as a part of a sentence about the other side, and the next step."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        problem = error.verify_message.rstrip(".")
+        hint = "Compare METAMQ_SECURITY_CA with the authority of the broker, and the host with its certificate's hosts."
+        return f"its certificate is refused: {problem[:1].lower()}{problem[1:]}", hint
+    known = _REASONS.get(error.reason or "")
+    return known or (f"the TLS handshake failed: {(error.reason or str(error)).replace('_', ' ').lower()}", "")

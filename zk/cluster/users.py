@@ -1,0 +1,105 @@
+"""The users of a cluster who log in by password: one persistent node, which brokers follow.
+
+It has no passwords, only the data that verifies them (metamq.security.login). Each change is made by compare-and-set.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from metamq.errors import ConfigError
+from metamq.security.config import ADMIN, BROKERS, ZOOKEEPER
+from metamq.security.login import MECHANISMS, Verifier, Verifiers
+from metamq.zk.documents import fields, number, read_document, text
+from metamq.zk.session.change import change_node
+
+if TYPE_CHECKING:
+    from metamq.zk.cluster.brokers import Watcher
+    from metamq.zk.session.session import Session
+
+Users = Mapping[str, Verifiers]
+"""The verifiers of each user, by name."""
+USERS_MAX = 1000
+RESERVED = (ADMIN, BROKERS, ZOOKEEPER)
+"""Names that have certificates."""
+ITERATIONS_MAX = 10_000_000
+
+
+async def read_users(session: Session, watch: Watcher | None = None) -> Users:
+    """Returns all users. `watch` is called once if they change. Raises CorruptData, ConnectionLost."""
+    path = session.paths.users()
+    node = await session.get_or_none(path, watch=watch)
+    return _parsed(path, None if node is None else node.data)
+
+
+async def change_users(session: Session, change: Callable[[Users], Users]) -> None:
+    """Stores `change(what is stored)` by compare-and-set; `change` may be called several times.
+
+    Raises CorruptData, the errors of `change`, and ConnectionLost: then the outcome is unknown.
+    """
+    path = session.paths.users()
+    await change_node(session, path, lambda data: _parsed(path, data), change, users_json)
+
+
+def with_user(users: Users, name: str, verifiers: Verifiers) -> Users:
+    """Returns the users with one more, or with another password. Raises ConfigError."""
+    if name in RESERVED:
+        raise ConfigError(f"{name!r} is the name of a certificate", hint="Choose another one.")
+    if name not in users and len(users) >= USERS_MAX:
+        raise ConfigError(
+            f"there are {USERS_MAX:,} users already, the limit", hint="Remove one, or give programs certificates."
+        )
+    return {**users, name: verifiers}
+
+
+def without_user(users: Users, name: str) -> Users:
+    """Returns the users without one. Raises ConfigError if there is no such user."""
+    if name not in users:
+        raise ConfigError(f"there is no user {name!r}", hint="`metamq user list` shows all users.")
+    return {one: verifiers for one, verifiers in users.items() if one != name}
+
+
+def users_json(users: Users) -> bytes:
+    """The data of the node."""
+    return json.dumps(
+        {
+            name: {mechanism: _to_json(verifier) for mechanism, verifier in verifiers.items()}
+            for name, verifiers in users.items()
+        }
+    ).encode()
+
+
+def _to_json(verifier: Verifier) -> dict[str, object]:
+    keys = {name: base64.b64encode(getattr(verifier, name)).decode() for name in ("salt", "stored_key", "server_key")}
+    return {**keys, "iterations": verifier.iterations}
+
+
+def _parsed(path: str, data: bytes | None) -> Users:
+    if data is None:
+        return {}
+    hint = "Delete this node with ZooKeeper's own client, then add the users again: `metamq user add`."
+    return read_document(f"the list of users in ZooKeeper ({path})", data, _read, hint=hint)
+
+
+def _read(document: dict[str, Any]) -> Users:
+    return {name: _verifiers(fields(verifiers)) for name, verifiers in document.items()}
+
+
+def _verifiers(stored: Mapping[str, Any]) -> Verifiers:
+    return {name: _verifier(fields(one)) for name, one in stored.items() if name in MECHANISMS}
+
+
+def _verifier(one: Mapping[str, Any]) -> Verifier:
+    salt, stored, server = (_bytes(text(one[name])) for name in ("salt", "stored_key", "server_key"))
+    return Verifier(salt, stored, server, number(one["iterations"], high=ITERATIONS_MAX))
+
+
+def _bytes(value: str) -> bytes:
+    try:
+        return base64.b64decode(value, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"not base64: {error}") from error
