@@ -16,6 +16,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from metamq.broker.log.disk.files import descriptors_max
@@ -82,7 +83,7 @@ class Acceptor:
             keep_alive(client)
             task: asyncio.Task[object] = self._loop.create_task(self._open(client, address))
             self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            task.add_done_callback(partial(self._end_opening, client))
 
     def _check_descriptors(self) -> None:
         """Raises OSError if the next descriptor, the lowest free one, is among the last DESCRIPTORS_LEFT."""
@@ -103,9 +104,12 @@ class Acceptor:
         except OSError as error:
             log.info("a connection was lost before it was served: %s", error)
             client.close()
-        except asyncio.CancelledError:
+
+    def _end_opening(self, client: socket.socket, task: asyncio.Task[object]) -> None:
+        """Closes the socket here, because a task that is cancelled before its first turn runs none of its code."""
+        self._opening.discard(task)
+        if task.cancelled():
             client.close()
-            raise
 
     async def _open_with_tls(self, client: socket.socket, address: Any, tls: FreshContext) -> None:
         """Begins TLS. A client that begins with other bytes gets the reason in its own protocol. Raises OSError."""
