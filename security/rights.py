@@ -200,10 +200,20 @@ class Access:
 
     def check_transactions(self) -> None:
         """Raises NotAuthorized if the client may write no topic, and does not end transactions as an operator."""
-        if not self.is_limited or self._table.gives_any(self.principal, WRITE):
-            return
-        if self._decided(RECOVER, Resource(CLUSTER)) is not None:
+        if self.is_limited and not self._table.gives_any(self.principal, WRITE) and not self.may_recover:
             raise NotAuthorized(self.principal, WRITE, str(Resource(TOPIC, "*")))
+
+    @property
+    def may_recover(self) -> bool:
+        """True if the client may see and end the transactions of others."""
+        return not self.is_limited or self._decided(RECOVER, Resource(CLUSTER)) is None
+
+    def check_owner(self, owner: str) -> None:
+        """Raises NotAuthorized if another principal owns the transaction, and the client may not recover."""
+        if owner != self.principal and not self.may_recover:
+            raise NotAuthorized(
+                self.principal, RECOVER, CLUSTER, hint="Another user or certificate began this transaction."
+            )
 
     def check_cluster(self, right: str) -> None:
         """Raises NotAuthorized."""

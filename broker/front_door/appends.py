@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.broker.roles.role import MasterRole, ReplicaStatus, Role
 from metamq.errors import CorruptData, DiskFull, MessageTooLarge, MetamqError, ProtocolError, StorageError
-from metamq.security.rights import RECOVER, WRITE
+from metamq.security.rights import WRITE
 from metamq.tx.store.records import BodyPlace
 from metamq.wire import status
 from metamq.wire.batch import BatchHeader, check_from_producer
-from metamq.wire.commands import PutEntry, PutResult, Tx
+from metamq.wire.commands import PutEntry, PutResult
 from metamq.wire.compression import Codec
-from metamq.wire.headers import unpack, unpack_list
+from metamq.wire.headers import unpack_list
 from metamq.wire.outline import columns_problem
-from metamq.wire.xa import Verb
 
 if TYPE_CHECKING:
     from metamq.broker.data.data_folder import DataFolder
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from metamq.broker.front_door.statistics import Counters
     from metamq.broker.roles.role import ReplicaStatus
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
-    from metamq.security.rights import Access
     from metamq.wire.commands import PutEntry
     from metamq.wire.connection import Request
     from metamq.zk.cluster.topics import TopicConfig
@@ -36,8 +34,6 @@ SINGLE_MESSAGE_OVERHEAD = 64
 """Bytes of the offsets and the padding in a batch of one message with all columns."""
 PROMISE_CHECKED_BYTES = 1024 * 1024
 """A larger promise needs a new look at the free space. A smaller one fits into the reserve until the next check."""
-OPERATORS_VERBS = frozenset({Verb.HEURISTIC_COMMIT, Verb.HEURISTIC_ROLLBACK})
-"""The verbs of `metamq tx`, which may end any branch."""
 
 
 class Admitted(NamedTuple):
@@ -206,16 +202,6 @@ class TxProcessor:
 
         Raises Fenced, NotAuthorized, and as TransactionalCommandProcessor.tx().
         """
-        if connection.access.is_limited:
-            _check_rights(unpack(Tx, request.header), connection.access)
         if (leaving := self.replica.leaving) is not None:
             raise leaving.with_traceback(None)
         self.transactions.tx(request, connection)
-
-
-def _check_rights(header: Tx, access: Access) -> None:
-    """Raises NotAuthorized for the first topic that the client may not write, and for a decision about a branch."""
-    if not OPERATORS_VERBS.isdisjoint(header.verbs):
-        access.check_cluster(RECOVER)
-    for entry in header.entries:
-        access.check_topic(WRITE, unpack(PutEntry, entry).topic)

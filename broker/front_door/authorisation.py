@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from metamq.security.rights import CLUSTER, DESCRIBE, PROMOTE, RECOVER, RIGHTS
+from metamq.security.rights import CLUSTER, DESCRIBE, PROMOTE, RIGHTS
 from metamq.wire.commands import Command
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ NEEDS: Mapping[int, Check] = {
     Command.STATS: _cluster(DESCRIBE),
     Command.PROMOTE: _cluster(PROMOTE),
     Command.TX: lambda access: access.check_transactions(),  # and WRITE on each topic
-    Command.BRANCHES: _cluster(RECOVER),
+    Command.BRANCHES: lambda access: access.check_transactions(),  # RECOVER shows all of others
 }
 
 

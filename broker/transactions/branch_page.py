@@ -1,4 +1,9 @@
-"""The answer to BRANCHES: a page of the open branches."""
+"""The answer to BRANCHES: a page of the open branches.
+
+A client without `recover cluster` sees its own branches, and of others only the ids of those that are prepared, without
+their size and session. The ids are not secret: a recoverer forgets a decision once nobody has a prepared branch of the
+transaction, and one that it is not shown, since it has another user now, would lose its decision. It cannot end them.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +14,34 @@ from metamq.wire.commands import Branches, BranchesReply, BranchInfo
 
 if TYPE_CHECKING:
     from metamq.broker.transactions.term import TransactionTerm
+    from metamq.security.rights import Access
+    from metamq.tx.store.branch import BranchState
 
 PAGE = 1000
 """Branches per answer."""
+PROMISED = (BranchPhase.PREPARED, BranchPhase.HEURISTIC)
 
 
-def branch_page(term: TransactionTerm, query: Branches, history: str) -> BranchesReply:
+def branch_page(term: TransactionTerm, query: Branches, access: Access) -> BranchesReply:
     """Returns the branches after the epoch of the query, in the order of their epochs."""
-    promised = (BranchPhase.PREPARED, BranchPhase.HEURISTIC)
+    sees_all = access.may_recover
+
+    def is_open(branch: BranchState) -> bool:
+        return sees_all or branch.principal == access.principal
+
     behind = [branch for branch in term.store.branches.values() if branch.epoch > query.after_epoch]
-    wanted = sorted((b for b in behind if query.all or b.state in promised), key=lambda branch: branch.epoch)
-    page = [
-        BranchInfo(
-            [*b.xid], b.epoch, b.state.value, b.owner, b.messages, b.bytes, b.prepared_us, [*b.follows], [*b.followers],
-        )
-        for b in wanted[:PAGE]
-    ]  # fmt: skip
-    return BranchesReply(history, page, len(wanted) > PAGE)
+    found = [b for b in behind if b.state in PROMISED or (query.all and is_open(b))]
+    found.sort(key=lambda branch: branch.epoch)
+    page = [_info(branch) if is_open(branch) else _only_id(branch) for branch in found[:PAGE]]
+    return BranchesReply(term.history, page, len(found) > PAGE)
+
+
+def _info(branch: BranchState) -> BranchInfo:
+    return BranchInfo(
+        [*branch.xid], branch.epoch, branch.state.value, branch.owner, branch.messages, branch.bytes,
+        branch.prepared_us, [*branch.follows], [*branch.followers],
+    )  # fmt: skip
+
+
+def _only_id(branch: BranchState) -> BranchInfo:
+    return _info(branch)._replace(owner="", messages=0, bytes=0)

@@ -25,7 +25,8 @@ from metamq.broker.log_once import LogOnce
 from metamq.broker.transactions.branch_page import branch_page
 from metamq.broker.transactions.commits import CommitApplier, log_completed
 from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, Appender, Follower, JournalStore, Written, read_journal
-from metamq.broker.transactions.term import PROMISES, Figures, SessionConnection, TransactionTerm, TxRequest, check_ids
+from metamq.broker.transactions.ownership import check_request, check_verb
+from metamq.broker.transactions.term import PROMISES, Figures, SessionConnection, TransactionTerm, TxRequest, check_tx
 from metamq.broker.transactions.upkeep import Guards, Upkeep
 from metamq.errors import (
     CorruptData,
@@ -46,7 +47,7 @@ from metamq.tx.store.table import LASTING, BranchPhase
 from metamq.tx.store.verbs import JournalTransactionStore, TransactionLimits, VerbStep
 from metamq.wire import headers, status
 from metamq.wire.commands import Branches, PutEntry, Tx, TxReply, TxResult
-from metamq.wire.limits import BATCH_BYTES_MAX, VERBS_MAX
+from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.wire.xa import Verb, XACode, Xid
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("metamq.broker")
 
-SESSION_CHARS_MAX = 64
 WAITING_MAX = 100
 """Requests of one branch, including the running one. A client sends one or a few requests for a branch at a time."""
 GRACE_S = 5.0
@@ -156,7 +156,7 @@ class TransactionalCommandProcessor:
         applied: list[int] = []
         await self._in_slices(commits.redo(state, 0, journal.durable_offset), applied.append)
         log_completed(applied, len(dropped))
-        return TransactionTerm(store, journal, commits, generation)
+        return TransactionTerm(store, journal, commits, self._broker_id, generation)
 
     def serve(self, term: TransactionTerm) -> None:
         """Carries out requests from now on, as soon as every in-sync replica has the journal as the epoch found it."""
@@ -236,13 +236,8 @@ class TransactionalCommandProcessor:
         """Takes a TX. Raises ProtocolError, Fenced, and the error of a bad batch: then nothing has been done."""
         term = self._ready()
         header = headers.unpack(Tx, request.header)
-        if not 0 < len(header.verbs) <= VERBS_MAX or len(header.session) > SESSION_CHARS_MAX:
-            raise ProtocolError(
-                f"a TX has 1 to {VERBS_MAX} verbs, and a session of at most {SESSION_CHARS_MAX} characters"
-            )
-        if header.verbs.count(Verb.SEND) > 1 or bool(header.entries) != (Verb.SEND in header.verbs):
-            raise ProtocolError("a TX has one SEND with batches, or no SEND and no batches")
-        check_ids(header)
+        check_tx(header)
+        check_request(header, connection.access)
         try:
             work = TxRequest(request, connection, header, Xid.unpack(header.xid))
         except KeyError as error:
@@ -251,7 +246,7 @@ class TransactionalCommandProcessor:
         queue = term.queues.setdefault(work.xid, deque())
         if len(queue) >= WAITING_MAX:
             raise TryLater(work.xid, XACode.RETRY, f"{len(queue)} of its requests already wait, the most allowed")
-        term.sessions[header.session] = connection
+        term.sessions[work.session] = connection
         queue.append(work)
         if len(queue) == 1 and term.is_settled:
             self._run(term, work)
@@ -271,9 +266,6 @@ class TransactionalCommandProcessor:
             places.append(self._check(entry, batch))
             work.bodies.append(batch)
         work.verb_request.places = tuple(places)
-
-    def _history(self, term: TransactionTerm) -> str:
-        return f"{self._broker_id}:{term.generation}"
 
     def _ready(self) -> TransactionTerm:
         found = self._current()
@@ -318,6 +310,7 @@ class TransactionalCommandProcessor:
         """Carries out a verb. Returns True if its record is being written, and _durable() follows. Raises its error."""
         verb_request = work.verb_request
         verb_request.verb = verb
+        check_verb(term, work)
         if verb in (Verb.START, Verb.SEND) and term.journal.size_bytes > self.limits.journal_bytes:
             raise TryLater(
                 work.xid, XACode.RMERR, f"the journal has {term.journal.size_bytes:,} bytes, the most allowed"
@@ -496,7 +489,7 @@ class TransactionalCommandProcessor:
 
     def _answer(self, term: TransactionTerm, work: TxRequest) -> None:
         work.is_answered = True
-        work.connection.answer(work.request, TxReply(self._history(term), work.results))
+        work.connection.answer(work.request, TxReply(term.history, work.results))
 
     def _finish(self, term: TransactionTerm, work: TxRequest) -> TxRequest | None:
         """Answers a request; returns the next of its branch."""
@@ -518,7 +511,8 @@ class TransactionalCommandProcessor:
             term.deferred.append((request, connection))
 
     def _list_branches(self, term: TransactionTerm, request: Request, connection: SessionConnection) -> None:
-        connection.answer(request, branch_page(term, headers.unpack(Branches, request.header), self._history(term)))
+        query = headers.unpack(Branches, request.header)
+        connection.answer(request, branch_page(term, query, connection.access))
 
     def waiting(self) -> list[BranchState]:
         """The branches that wait for another broker's decision, or that others wait for; none on a slave."""
@@ -592,9 +586,9 @@ class TransactionalCommandProcessor:
         for session in [session for session, known in term.sessions.items() if known is connection]:
             asyncio.get_running_loop().call_later(self.grace_s, self._session_lost, term, session, connection)
 
-    def _session_lost(self, term: TransactionTerm, session: str, connection: SessionConnection) -> None:
+    def _session_lost(self, term: TransactionTerm, session: tuple[str, str], connection: SessionConnection) -> None:
         if term is self._term and term.sessions.get(session) is connection:
             del term.sessions[session]
             term.refuse_waiting(connection)
-            for branch in term.store.session_lost(session):
+            for branch in term.store.session_lost(*session):
                 log.info("branch %s is rolled back: %s", branch.xid, branch.rolled_back_reason)

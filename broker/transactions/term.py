@@ -8,19 +8,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from metamq.errors import MetamqError, ProtocolError, TryLater
 from metamq.tx.store.table import BranchPhase
 from metamq.tx.store.verbs import JournalTransactionStore, VerbRequest
-from metamq.wire.limits import FOLLOWERS_MAX
+from metamq.wire.limits import FOLLOWERS_MAX, VERBS_MAX
 from metamq.wire.xa import Verb, XACode, Xid
 
 if TYPE_CHECKING:
     from metamq.broker.data.partition import Partition
     from metamq.broker.transactions.commits import CommitApplier
     from metamq.broker.transactions.journal import JournalStore
+    from metamq.security.rights import Access
     from metamq.wire.commands import Tx, TxResult
     from metamq.wire.connection import Request
 
 
 class SessionConnection(Protocol):
     """The connection of a request."""
+
+    access: Access
+    """The rights of its client, by the present rules."""
 
     def answer(self, request: Request, header: Any) -> None:
         """Answers a request."""
@@ -57,6 +61,9 @@ class CommitsFirst(MetamqError):
         self.partition = partition
 
 
+Session = tuple[str, str]
+"""Principal, and the name that the client chose."""
+SESSION_CHARS_MAX = 64
 PROMISES = (Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
 _VERBS = {int(verb): verb for verb in Verb}
 
@@ -65,20 +72,23 @@ class TxRequest:
     """A request that is carried out verb by verb."""
 
     __slots__ = (
-        "bodies", "connection", "header", "is_answered", "is_begun", "request", "results", "verb_request", "verbs",
-        "xid",
+        "bodies", "checked", "connection", "header", "is_answered", "is_begun", "request", "results", "verb_request",
+        "verbs", "xid",
     )  # fmt: skip
 
     def __init__(self, request: Request, connection: SessionConnection, header: Tx, xid: Xid) -> None:
         """Raises KeyError if it has an unknown verb."""
         self.request = request
         self.connection = connection
+        self.checked = connection.access
+        """The rights that allowed it."""
         self.header = header
         self.xid = xid
         self.verbs = deque([_VERBS[number] for number in header.verbs])
         self.verb_request = VerbRequest(
             self.verbs[0], xid, header.epoch, header.session, header.timeout_ms / 1000, header.messages, header.first,
-            owner=header.session, follows=tuple(header.follows), followers=tuple(header.followers),
+            owner=header.session, principal=self.checked.principal, follows=tuple(header.follows),
+            followers=tuple(header.followers),
         )  # fmt: skip
         """The current verb."""
         self.bodies: list[memoryview] = []
@@ -88,13 +98,22 @@ class TxRequest:
         self.is_answered = False
 
     @property
+    def session(self) -> Session:
+        """The session that it belongs to."""
+        return self.checked.principal, self.header.session
+
+    @property
     def promise_follows(self) -> bool:
         """True if it continues after SEND with END and a promise, so that no other request comes between."""
         return len(self.verbs) == 3 and self.verbs[1] is Verb.END and self.verbs[2] in PROMISES
 
 
-def check_ids(header: Tx) -> None:
-    """Checks the numbers of a branch's decider or followers. Raises ProtocolError."""
+def check_tx(header: Tx) -> None:
+    """Checks the verbs and the numbers of a TX. Raises ProtocolError."""
+    if not 0 < len(header.verbs) <= VERBS_MAX or len(header.session) > SESSION_CHARS_MAX:
+        raise ProtocolError(f"a TX has 1 to {VERBS_MAX} verbs, and a session of at most {SESSION_CHARS_MAX} characters")
+    if header.verbs.count(Verb.SEND) > 1 or bool(header.entries) != (Verb.SEND in header.verbs):
+        raise ProtocolError("a TX has one SEND with batches, or no SEND and no batches")
     numbers = [*header.follows, *header.followers]
     if numbers and not 0 <= min(numbers) <= max(numbers) < 1 << 63:
         raise ProtocolError("the decider and the followers of a branch must be numbers from 0 to 2^63 - 1")
@@ -110,12 +129,19 @@ class TransactionTerm:
     """The state of one epoch."""
 
     def __init__(
-        self, store: JournalTransactionStore, journal: JournalStore, commits: CommitApplier, generation: int
+        self,
+        store: JournalTransactionStore,
+        journal: JournalStore,
+        commits: CommitApplier,
+        broker_id: int,
+        generation: int,
     ) -> None:
         self.store = store
         self.journal = journal
         self.commits = commits
         self.generation = generation
+        self.history = f"{broker_id}:{generation}"
+        """Answers have it: in another one, branches and positions may be others."""
         self.queues: dict[Xid, deque[TxRequest]] = {}
         """Requests by branch; the first one is running."""
         self.is_settled = False
@@ -130,7 +156,7 @@ class TransactionTerm:
         """Requests for a list of branches that wait for that."""
         self.in_flight: set[int] = set()
         """LSNs of entries that are not durable yet."""
-        self.sessions: dict[str, SessionConnection] = {}
+        self.sessions: dict[Session, SessionConnection] = {}
         """The last connection of each session with an open branch, and of some recent sessions."""
         self.needed_lsn = journal.partition.log.start_offset
         """Entries below it may be removed: a MARK of this epoch says so, and every in-sync replica has it. A MARK of an
@@ -174,8 +200,8 @@ class TransactionTerm:
 
     def drop_idle_sessions(self) -> None:
         """Forgets sessions without an open branch. Runs from time to time: other sessions may end its branches."""
-        working = {work.header.session for queue in self.queues.values() for work in queue}
+        working = {work.session for queue in self.queues.values() for work in queue}
         for branch in self.store.branches.values():
             if branch.state in (BranchPhase.ACTIVE, BranchPhase.IDLE):
-                working.update(branch.sessions, (branch.owner,))
+                working.update((branch.principal, name) for name in (*branch.sessions, branch.owner))
         self.sessions = {session: known for session, known in self.sessions.items() if session in working}

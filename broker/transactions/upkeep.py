@@ -172,7 +172,7 @@ class Upkeep:
         if not branch.bodies:
             self._append(term, [*records, moved], [])
         for start, bodies, data in _in_entries(term, list(branch.bodies)):
-            records.append(Add(branch.key, start, [body.place for body in bodies], branch.owner))
+            records.append(Add(branch.key, start, [body.place for body in bodies], branch.owner, branch.principal))
             if start + len(bodies) == len(branch.bodies):
                 records.append(moved)
             self._append(term, records, data)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from metamq.client.net.branches import Branch, TxClient, new_session
-from metamq.errors import BranchNotKnown, ConnectError, HeuristicOutcome, MetamqError, OutcomeUnknown
+from metamq.errors import BranchNotKnown, ConnectError, HeuristicOutcome, MetamqError, NotAuthorized, OutcomeUnknown
 from metamq.spark_consumers.sink.decisions import BranchName, Ends
 from metamq.wire.xa import Verb, XACode, Xid
 
@@ -132,6 +132,8 @@ class BranchEnds:
                 await client.ask(Branch(xid, broker_id, new_session()), [verb], timeout_s=ROLL_BACK_S)
             except BranchNotKnown:
                 pass  # another process has ended it
+            except NotAuthorized as error:
+                log.warning("branch %s is left at broker %d: %s", xid, broker_id, error)
             except MetamqError as error:
                 failed[broker_id] = error
 

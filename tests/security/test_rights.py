@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from hypothesis import strategies as st
 
 from metamq import Admin, Consumer, Producer, SecurityConfig
 from metamq.broker.front_door import authorisation
-from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConfigError, CorruptData, MetamqError, NotAuthorized
 from metamq.security.certificates import Authority
 from metamq.security.rights import (
@@ -34,7 +30,6 @@ from metamq.security.rights import (
     parse_resource,
     parse_rule,
 )
-from metamq.security.tls import client_security
 from metamq.testing import Cluster
 from metamq.testing import cluster as own_cluster
 from metamq.wire import status
@@ -45,22 +40,20 @@ from metamq.wire.commands import (
     GetPartition,
     GetResult,
     OffsetsEntry,
-    OffsetsResult,
     Promote,
     PutEntry,
     PutResult,
     Stats,
     Tx,
 )
-from metamq.wire.frames import Buffer
 from metamq.wire.status import decode_error
 from metamq.wire.xa import Verb
 from metamq.zk.cluster import rights
 from metamq.zk.names import MAX_NAME_CHARS
 from tests.broker.front_door.conftest import batch_of
-from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, wait_until
-from tests.security.certificate_folder import client_of, make_folder, secured
+from tests.security.certificate_folder import secured
+from tests.security.raw_client import RawClient, new_topic, of
 
 LONG_MS = 120_000
 """Longer than the test waits for an answer, so a poll does not end by itself before."""
@@ -225,81 +218,6 @@ def test_only_brokers_join_as_a_replica() -> None:
 # -- at real brokers --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return make_folder(tmp_path_factory.mktemp("certificates") / "security")
-
-
-@pytest.fixture(scope="module")
-def secure(authority: Authority) -> Iterator[Cluster]:
-    with cluster(security=secured(authority.folder, zookeeper_tls=False)) as running:
-        yield running
-
-
-@pytest.fixture
-def name(authority: Authority) -> str:
-    """A principal with a certificate, which no other test gives rights."""
-    name = f"p-{uuid.uuid4().hex[:8]}"
-    authority.issue(name)
-    return name
-
-
-def of(authority: Authority, name: str) -> SecurityConfig:
-    return replace(client_of(authority.folder, name), zookeeper_tls=False)
-
-
-def new_topic(running: Cluster, name: str) -> tuple[str, str]:
-    """Its name and id."""
-    running.create_topic(name, partitions=1)
-    with running.admin() as admin:
-        return name, admin.topics()[name].id
-
-
-class Client:
-    """Raw requests of one principal."""
-
-    def __init__(self, running: Cluster, authority: Authority, name: str) -> None:
-        security = client_security(of(authority, name)).brokers
-        self._runner = asyncio.Runner()
-        opening = BrokerConnection.open("127.0.0.1", running.broker.port, security=security, timeout_s=SLOW_S)
-        self._connection = self._runner.run(opening)
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._runner.run(self._connection.close())
-        self._runner.close()
-
-    def ask(self, command: int, header: Any, body: bytes = b"") -> Any:
-        """The header of the answer. Raises the broker's error."""
-        bodies: list[Buffer] | None = [body] if body else None
-        return self._runner.run(self._connection.request(command, header, bodies, timeout_s=SLOW_S))
-
-    def ask_in_the_meantime(self, command: int, header: Any, do: Callable[[], object]) -> Any:
-        """The header of the answer. `do` runs in a thread once the broker has the request, and waits to answer it."""
-
-        async def ask() -> Any:
-            asked = asyncio.ensure_future(self._connection.request(command, header, timeout_s=SLOW_S))
-            await asyncio.sleep(0)  # it is sent
-            await self._connection.request(Command.OFFSETS, [], timeout_s=SLOW_S)  # is answered behind it
-            await asyncio.to_thread(do)
-            return await asked
-
-        return self._runner.run(ask())
-
-    def error(self, command: int, header: Any, body: bytes = b"") -> MetamqError:
-        """That of the request, or of its only entry."""
-        try:
-            answer = self.ask(command, header, body)
-        except MetamqError as error:
-            return error
-        kinds: dict[int, Any] = {Command.PUT: PutResult, Command.GET: GetResult, Command.OFFSETS: OffsetsResult}
-        (entry,) = answer
-        result = kinds[command](*entry)
-        return decode_error(result.status, result.error)
-
-
 def requests(topic: str, topic_id: str = "") -> dict[int, tuple[Any, bytes]]:
     """A request of each command that needs a right."""
     put = [PutEntry(topic, topic_id, 0, 4)]
@@ -323,7 +241,7 @@ def test_without_a_rule_nothing_is_allowed_and_nothing_is_shown_to_exist(
     hidden, its_id = new_topic(secure, f"hidden-{command}")
     said = []
     for topic, topic_id in ((hidden, its_id), ("not-there", "")):
-        with Client(secure, authority, name) as client:
+        with RawClient(secure, authority, name) as client:
             error = client.error(command, *requests(topic, topic_id)[command])
         assert isinstance(error, NotAuthorized), error
         said.append(str(error).replace(topic, "T"))
@@ -332,7 +250,7 @@ def test_without_a_rule_nothing_is_allowed_and_nothing_is_shown_to_exist(
 
 def test_an_operators_decision_about_a_branch_needs_a_right(secure: Cluster, authority: Authority, name: str) -> None:
     header = Tx([1, b"x", b""], 0, "s", [Verb.HEURISTIC_ROLLBACK], 0, -1, 0, [])
-    with secure.admin() as admin, Client(secure, authority, name) as client:
+    with secure.admin() as admin, RawClient(secure, authority, name) as client:
         admin.add_rules("allow", name, "write", "topic:some")
         refusal = f"'{name}' may not recover cluster"
         wait_until(lambda: refusal in str(client.error(Command.TX, header)), what=refusal)
@@ -342,13 +260,13 @@ def test_an_operators_decision_about_a_branch_needs_a_right(secure: Cluster, aut
 
 
 def test_an_administrator_is_no_replica(secure: Cluster, authority: Authority) -> None:
-    with Client(secure, authority, "admin") as client:
+    with RawClient(secure, authority, "admin") as client:
         assert isinstance(client.error(Command.SYNC, None), NotAuthorized)
 
 
 def test_each_batch_of_a_put_counts_by_itself(secure: Cluster, authority: Authority, name: str) -> None:
     allowed, refused = new_topic(secure, "allowed"), new_topic(secure, "refused")
-    with secure.admin() as admin, Client(secure, authority, name) as client:
+    with secure.admin() as admin, RawClient(secure, authority, name) as client:
         admin.add_rules("allow", name, "write", "topic:allowed")
         batch = bytes(batch_of([b"x"]))
         put = [PutEntry(*topic, 0, len(batch)) for topic in (allowed, refused, allowed)]
@@ -363,21 +281,21 @@ def test_each_batch_of_a_put_counts_by_itself(secure: Cluster, authority: Author
 
 
 def test_without_a_topic_to_write_there_are_no_transactions(secure: Cluster, authority: Authority, name: str) -> None:
-    with Client(secure, authority, name) as client:
+    with RawClient(secure, authority, name) as client:
         for verb in Verb:
             header = Tx([1, b"x", b""], 0, "s", [verb], 0, -1, 0, [])
             assert isinstance(client.error(Command.TX, header), NotAuthorized)
 
 
 def test_a_right_on_the_cluster(secure: Cluster, authority: Authority, name: str) -> None:
-    with secure.admin() as admin, Client(secure, authority, name) as client:
+    with secure.admin() as admin, RawClient(secure, authority, name) as client:
         admin.add_rules("allow", name, "describe", CLUSTER)
         wait_until(lambda: is_served(client, Command.STATS, Stats("", 0)), what="the rule")
         admin.remove_rules("allow", name, "describe", CLUSTER)
         wait_until(lambda: not is_served(client, Command.STATS, Stats("", 0)), what="no rule")
 
 
-def is_served(client: Client, command: int, header: Any) -> bool:
+def is_served(client: RawClient, command: int, header: Any) -> bool:
     try:
         client.ask(command, header)
     except NotAuthorized:
@@ -432,7 +350,7 @@ def test_a_right_that_is_taken_away_ends_a_parked_poll(
         removed_at = time.monotonic()
         admin.remove_rules("allow", name, "read", "topic:revoked")
 
-    with secure.admin() as admin, Client(secure, authority, name) as client:
+    with secure.admin() as admin, RawClient(secure, authority, name) as client:
         (refused,) = client.ask(Command.GET, opening)
         assert isinstance(error_of(refused), NotAuthorized)
         admin.add_rules("allow", name, "read", "topic:revoked")
@@ -453,7 +371,7 @@ def error_of(result: list[Any]) -> MetamqError:
 def test_while_zookeeper_is_away_the_last_rules_count(authority: Authority, name: str) -> None:
     with own_cluster(security=secured(authority.folder, zookeeper_tls=False)) as running:
         known, other = (requests(*new_topic(running, topic))[Command.OFFSETS] for topic in ("known", "other"))
-        with running.admin() as admin, Client(running, authority, name) as client:
+        with running.admin() as admin, RawClient(running, authority, name) as client:
             admin.add_rules("allow", name, "read", "topic:known")
             wait_until(lambda: not isinstance(client.error(Command.OFFSETS, *known), NotAuthorized), what="the rule")
             running.zookeeper_server.kill()

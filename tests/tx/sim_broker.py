@@ -20,6 +20,7 @@ from metamq.broker.transactions.journal import TOPIC_ID as JOURNAL_ID
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import CorruptData, Fenced, MetamqError, StorageError, TopicNotFound
+from metamq.security.rights import NO_RULES, Access
 from metamq.tx.store.records import BodyPlace
 from metamq.wire import status
 from metamq.wire.batch import BatchHeader, read_header, walk
@@ -31,6 +32,7 @@ from tests.tx.sim_disk import Disk, DiskOs
 
 TOPIC, TOPIC_ID = "t", "0123456789abcdef"
 PARTS = 2
+PRINCIPAL = "etl"
 JOURNAL_LOG = LogConfig(segment_bytes=700, flush=FlushPolicy(before_ack=True, every_ms=None))
 TOPIC_LOG = LogConfig(segment_bytes=500, flush=FlushPolicy(every_ms=None))
 Key = tuple[str, str, int]
@@ -39,6 +41,8 @@ LOOP = asyncio.new_event_loop()
 
 class Connection:
     """Keeps what is answered."""
+
+    access = Access(PRINCIPAL, NO_RULES, is_secure=False)
 
     def __init__(self) -> None:
         self.answers: dict[int, TxReply | MetamqError] = {}

@@ -59,12 +59,12 @@ def entry_of(values: list[bytes], lsn: int) -> bytes:
 
 def test_a_whole_entry() -> None:
     body = bytes(encode([b"UA 1545"], base_timestamp_us=SENT_US))
-    written = entry_of([pack([Add(BRANCH, 0, [PLACE], "shop")]), body], 0)
+    written = entry_of([pack([Add(BRANCH, 0, [PLACE], "shop", "etl")]), body], 0)
     assert written.hex(" ") == example("add").hex(" ")
 
 
 def test_what_is_sent_and_committed_at_once() -> None:
-    records = [Add(BRANCH, 0, [PLACE], "shop"), RECORDS["commit"]]
+    records = [Add(BRANCH, 0, [PLACE], "shop", "etl"), RECORDS["commit"]]
     assert pack(records).hex(" ") == example("add and commit").hex(" ")
     assert unpack(example("add and commit"), 1) == records
 
@@ -73,6 +73,11 @@ def test_what_is_sent_and_committed_at_once() -> None:
 def test_records(name: str) -> None:
     assert pack([RECORDS[name]]).hex(" ") == example(name).hex(" ")
     assert unpack(example(name), 0) == [RECORDS[name]]
+
+
+def test_an_add_without_a_principal_was_written_before_there_were_any() -> None:
+    without = bytes([*b"\x91\x95", *pack([Add(BRANCH, 0, [PLACE], "shop")])[2:-1]])
+    assert unpack(without, 1) == [Add(BRANCH, 0, [PLACE], "shop", "")]
 
 
 def test_a_mark_that_leaves_something_out_is_none_to_who_does_not_know_that() -> None:

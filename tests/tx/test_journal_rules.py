@@ -39,6 +39,7 @@ from tests.parts import SLOW_S
 from tests.tx.sim_broker import (
     JOURNAL_LOG,
     LOOP,
+    PRINCIPAL,
     TOPIC,
     TOPIC_ID,
     TOPIC_LOG,
@@ -405,7 +406,7 @@ def test_a_request_of_a_lost_session_is_not_begun_after_the_wait(own: DiskOs, mo
     lost = [replica.ask(xid, Verb.START, session="lost") for xid in (A, B)]
     gone, replica.connection = replica.connection, connection
     other = replica.ask(B, Verb.START, session="other")
-    replica.transactions._session_lost(replica.term, "lost", gone)
+    replica.transactions._session_lost(replica.term, (PRINCIPAL, "lost"), gone)
     assert gone.answers.keys() == set(lost), "an answer gives the memory of the request back"
     settled.set()
     LOOP.run_until_complete(asyncio.wait_for(asyncio.gather(*replica.transactions._settling), SLOW_S))

@@ -9,7 +9,7 @@ import pytest
 from metamq.broker.transactions.processor import FIGURES_S
 from metamq.tx.store.verbs import TransactionLimits
 from metamq.wire.xa import Verb, XACode, Xid
-from tests.tx.sim_broker import Replica, new_replica
+from tests.tx.sim_broker import PRINCIPAL, Replica, new_replica
 from tests.tx.sim_disk import modelled_disk
 
 A, B = Xid(1, b"A"), Xid(1, b"B")
@@ -41,10 +41,10 @@ def test_a_session_whose_branches_another_one_ends_leaves_nothing(replica: Repli
     replica.ask(B, Verb.START, session="began")
     replica.ask(B, Verb.JOIN, session="joined")
     replica.transactions.tick(FIGURES_S)
-    assert set(replica.term.sessions) == {"open", "began", "joined"}
+    assert {name for _, name in replica.term.sessions} == {"open", "began", "joined"}
     assert asked(replica, A, Verb.ROLLBACK, "manager") == [OK]
     replica.transactions.tick(3 * FIGURES_S)
-    assert set(replica.term.sessions) == {"began", "joined"}
+    assert {name for _, name in replica.term.sessions} == {"began", "joined"}
 
 
 def test_what_was_given_up_holds_up_nobody(replica: Replica) -> None:
@@ -57,7 +57,7 @@ def test_what_was_given_up_holds_up_nobody(replica: Replica) -> None:
         assert asked(replica, Xid(1, b"%d" % number), Verb.START, f"s{number}") == [OK]
     assert asked(replica, B, Verb.START, "s") == [XACode.RMERR]
     for number in range(29):
-        replica.term.store.session_lost(f"s{number}")
+        replica.term.store.session_lost(PRINCIPAL, f"s{number}")
     for number in range(29):
         assert asked(replica, Xid(2, b"%d" % number), Verb.START, "s") == [OK]
         assert len(replica.states()) <= 30

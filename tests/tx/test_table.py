@@ -249,7 +249,7 @@ def test_a_decision_is_kept_until_it_is_forgotten_and_then_remembered_as_any_com
     branch = driver.store.branches[XID]
     assert branch.followers == (2, 3)
     assert driver.store.expire(1e9) == []
-    assert driver.store.session_lost("a") == []
+    assert driver.store.session_lost("", "a") == []
     assert driver.do(Verb.FORGET) == OK
     for verb in (Verb.DECIDE, Verb.RESOLVE, Verb.COMMIT):
         assert driver.do(verb) == OK
@@ -324,7 +324,7 @@ def test_why_a_branch_of_a_lost_session_was_given_up_is_kept_for_a_minute(times_
     if times_out_first:
         driver.store.expire(5.0)
         driver.store.expire(6.0)
-    driver.store.session_lost("a")
+    driver.store.session_lost("", "a")
     driver.store.expire(6.0)
     driver.store.expire(6.0 + 59)
     assert driver.state is BranchPhase.ROLLBACK_ONLY
@@ -335,12 +335,12 @@ def test_why_a_branch_of_a_lost_session_was_given_up_is_kept_for_a_minute(times_
 def test_a_lost_session_ends_its_branches_but_not_the_prepared_ones() -> None:
     driver = Driver()
     driver.bring_to(BranchPhase.ACTIVE)
-    assert driver.store.session_lost("b") == []
-    assert len(driver.store.session_lost("a")) == 1
+    assert driver.store.session_lost("", "b") == []
+    assert len(driver.store.session_lost("", "a")) == 1
     assert driver.do(Verb.SEND, first=1) == XACode.RBCOMMFAIL
     assert driver.do(Verb.ROLLBACK) == OK
     driver.bring_to(BranchPhase.PREPARED)
-    assert driver.store.session_lost("a") == []
+    assert driver.store.session_lost("", "a") == []
     assert driver.state is BranchPhase.PREPARED
 
 
@@ -349,7 +349,7 @@ def test_what_is_being_made_durable_is_left_alone() -> None:
     driver.do(Verb.START, timeout_s=5)
     driver.store.branches[XID].busy = True
     assert driver.store.expire(100.0) == []
-    assert driver.store.session_lost("a") == []
+    assert driver.store.session_lost("", "a") == []
 
 
 def test_errors_name_the_branch_and_travel() -> None:

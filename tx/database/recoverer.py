@@ -26,7 +26,7 @@ from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.offsets.dbapi import AnyConnection, Database, check_paramstyle, database_of
 from metamq.client.settings import cluster_access
-from metamq.errors import BranchNotKnown, MetamqError, OutcomeUnknown, TransactionError
+from metamq.errors import BranchNotKnown, MetamqError, NotAuthorized, OutcomeUnknown, TransactionError
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
 from metamq.wire.xa import Verb, Xid
 
@@ -179,7 +179,8 @@ class Recoverer:
             return True  # its application, or another recoverer, was faster
         except MetamqError as error:
             log.warning("%s of %s will be tried again: %s", outcome, description.xid, error)
-            if not isinstance(error, TransactionError) or isinstance(error, OutcomeUnknown):
+            has_answered = isinstance(error, TransactionError | NotAuthorized) and not isinstance(error, OutcomeUnknown)
+            if not has_answered:
                 silent.add(description.broker_id)
             return False
         log.info("branch %s at broker %d: %s", description.xid, description.broker_id, outcome)

@@ -41,7 +41,9 @@ class BranchState:
     """Identifies one use of the id: higher than the epoch of any earlier use in this broker id."""
     state: BranchPhase
     owner: str = ""
-    """The client that began the branch; people read it."""
+    """The session that began the branch; people read it."""
+    principal: str = ""
+    """The user or the certificate of that session; empty: security was off."""
     bodies: list[Body] = field(default_factory=list)
     messages: int = 0
     bytes: int = 0

@@ -109,7 +109,8 @@ class JournalState:
         if branch is None or branch.epoch != epoch:
             if record.first:
                 return  # of a branch whose first records were cut off: it is finished
-            branch = self.branches[xid] = BranchState(xid, epoch, BranchPhase.IDLE, record.owner)
+            branch = BranchState(xid, epoch, BranchPhase.IDLE, record.owner, record.principal)
+            self.branches[xid] = branch
             self.epoch_max = max(self.epoch_max, epoch)
         if branch.first_lsn < 0:
             branch.first_lsn = entry.lsn
@@ -254,8 +255,9 @@ def move_of(branch: BranchState) -> Move:
     elif branch.state is BranchPhase.HEURISTIC:
         decision = COMMITTED if branch.heuristic_commit else ROLLED_BACK
     return Move(
-        branch.key, branch.prepared_us, decision, branch.messages, branch.owner, branch.follows, branch.followers
-    )
+        branch.key, branch.prepared_us, decision, branch.messages, branch.owner, branch.follows, branch.followers,
+        branch.principal,
+    )  # fmt: skip
 
 
 def _moved(record: Move, lsn: int) -> BranchState:
@@ -266,7 +268,7 @@ def _moved(record: Move, lsn: int) -> BranchState:
     if record.decision:
         state = BranchPhase.DECIDED if record.decision == DECIDED else BranchPhase.HEURISTIC
     return BranchState(
-        xid, epoch, state, record.owner, first_lsn=lsn, prepared_us=record.prepared_us,
+        xid, epoch, state, record.owner, record.principal, first_lsn=lsn, prepared_us=record.prepared_us,
         messages=record.messages if record.decision else 0,  # no bodies follow for a decided branch
         heuristic_commit=record.decision == COMMITTED, follows=record.follows, followers=record.followers,
     )  # fmt: skip

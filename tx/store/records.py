@@ -67,6 +67,8 @@ class Add(NamedTuple):
     first: int
     places: list[BodyPlace]
     owner: str
+    principal: str = ""
+    """The user or the certificate that began the branch; empty: security was off."""
 
 
 class Prepare(NamedTuple):
@@ -131,6 +133,7 @@ class Move(NamedTuple):
     owner: str
     follows: tuple[int, ...] = ()
     followers: tuple[int, ...] = ()
+    principal: str = ""
 
 
 class Moved(NamedTuple):

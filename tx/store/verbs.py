@@ -68,6 +68,8 @@ class VerbRequest:
     """SEND: number of bodies that the session has sent before."""
     places: tuple[records.BodyPlace, ...] = ()
     owner: str = ""
+    principal: str = ""
+    """START: see BranchState."""
     follows: tuple[int, ...] = ()
     """PREPARE: see Prepare."""
     followers: tuple[int, ...] = ()
@@ -180,7 +182,7 @@ class JournalTransactionStore:
         if len(self.branches) >= self.limits.branches and not self._drop_rollback_only():
             return _refuse(request, TryLater, XACode.RMERR, f"{len(self.branches):,} branches are open, the limit")
         self._next_epoch += 1
-        branch = BranchState(request.xid, self._next_epoch, BranchPhase.ACTIVE, request.owner)
+        branch = BranchState(request.xid, self._next_epoch, BranchPhase.ACTIVE, request.owner, request.principal)
         branch.sessions[request.session] = Association()
         branch.timeout_s = min(request.timeout_s or self.limits.timeout_s, self.limits.timeout_max_s)
         branch.deadline_s = now_s + branch.timeout_s
@@ -235,7 +237,7 @@ class JournalTransactionStore:
         branch.sessions.clear()
         branch.batches_of[request.session] = len(request.places)
         branch.messages_of[request.session] = messages
-        return step._replace(record=records.Add(branch.key, 0, [*request.places], branch.owner))
+        return step._replace(record=records.Add(branch.key, 0, [*request.places], branch.owner, branch.principal))
 
     # -- verbs that write ---------------------------------------------------------------------------------------------
 
@@ -277,7 +279,7 @@ class JournalTransactionStore:
         branch.messages_of[request.session] = branch.messages_of.get(request.session, 0) + messages - branch.messages
         return VerbStep(
             Answer(XACode.OK, branch.epoch),
-            record=records.Add(branch.key, len(branch.bodies), [*request.places], branch.owner),
+            record=records.Add(branch.key, len(branch.bodies), [*request.places], branch.owner, branch.principal),
         )
 
     def _finish_work(self, request: VerbRequest, branch: BranchState, now_us: int) -> VerbStep:
@@ -330,9 +332,14 @@ class JournalTransactionStore:
             given_up.append(branch)
         return given_up
 
-    def session_lost(self, session: str) -> list[BranchState]:
-        """Gives up the branches that a lost session works in or began, and returns them."""
-        lost = [one for one in self.branches.values() if session in one.sessions or session == one.owner]
+    def session_lost(self, principal: str, session: str) -> list[BranchState]:
+        """Gives up the branches that a lost session works in or began, and returns them. Clients choose the names of
+        sessions, so it concerns only branches of its own principal."""
+        lost = [
+            one
+            for one in self.branches.values()
+            if one.principal == principal and (session in one.sessions or session == one.owner)
+        ]
         given_up = [one for one in lost if one.state in (BranchPhase.ACTIVE, BranchPhase.IDLE) and not one.busy]
         for branch in lost:
             branch.session_lost = True
