@@ -16,6 +16,7 @@ locks its administrator out. Only `brokers` may join as a replica, and no rule g
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -35,6 +36,8 @@ _DOES = {ALLOW: "allows", DENY: "denies"}
 SUPERUSERS = (ADMIN, BROKERS)
 NAME_CHARS_MAX = 200
 """That of a topic's name: metamq.zk.names."""
+PRODUCER_RANDOM_BITS = 40
+"""The bits of a producer id after its prefix, which depends on the principal."""
 
 
 class Resource(NamedTuple):
@@ -161,19 +164,26 @@ def parse_resource(text: str) -> Resource:
     return Resource(kind, name)
 
 
+def producer_prefix(principal: str) -> int:
+    """Returns the 24 bits with which the producer ids of a principal begin. Every broker computes the same."""
+    return int.from_bytes(hashlib.sha256(principal.encode()).digest()[:3]) or 1
+
+
 class Access:
     """The rights of one client. It remembers the topics that it allowed, so a check costs one look-up.
 
     Used by the broker's loop only. When the rules change, it is replaced.
     """
 
-    __slots__ = ("_allowed", "_table", "is_limited", "principal")
+    __slots__ = ("_allowed", "_table", "is_limited", "principal", "producer_prefix")
 
     def __init__(self, principal: str, table: RuleTable, *, is_secure: bool = True) -> None:
         """`is_secure`: False if security is off."""
         self.principal = principal
         self.is_limited = is_secure and principal not in SUPERUSERS
         """False if everything is allowed."""
+        self.producer_prefix = producer_prefix(principal) if is_secure else 0
+        """The first bits of the producer ids that it may use; 0: any."""
         self._table = table
         self._allowed: set[tuple[str, str]] = set()
 
@@ -219,6 +229,14 @@ class Access:
         """Raises NotAuthorized."""
         if self.is_limited and (refusal := self._decided(right, Resource(CLUSTER))) is not None:
             raise refusal
+
+    def check_producer(self, producer_id: int, topic: str) -> None:
+        """Raises NotAuthorized if it is the producer id of another principal; 0 is none.
+
+        With it and the right number a client could make the broker take another's next batch for a repeated one.
+        """
+        if self.is_limited and producer_id and producer_id >> PRODUCER_RANDOM_BITS != self.producer_prefix:
+            raise NotAuthorized(self.principal, "use another's producer id in", str(Resource(TOPIC, topic)))
 
     def check_is_broker(self) -> None:
         """Raises NotAuthorized unless the client has the certificate of the brokers, or security is off."""

@@ -54,6 +54,8 @@ class HelloReply(NamedTuple):
     server: str
     mechanisms: Annotated[list[str], AtMost(MECHANISMS_MAX)] = []  # noqa: RUF012
     """The mechanisms of a login that the broker wants next; empty: it wants none."""
+    producer_prefix: int = 0
+    """The first 24 bits of the producer ids that this client may use; 0: any, or Authenticated has it."""
 
 
 class Authenticate(NamedTuple):
@@ -68,6 +70,8 @@ class Authenticated(NamedTuple):
 
     data: bytes
     is_done: bool
+    producer_prefix: int = 0
+    """As in HelloReply."""
 
 
 class Promote(NamedTuple):

@@ -140,6 +140,8 @@ class ClientConnection:
         self._outgoing: list[Buffer] = []
         self.address = address
         self.greeting: HelloReply | None = None
+        self.producer_prefix = 0
+        """The first bits of the producer ids that this client may use; 0: any."""
         self._client = client
         self._opaque = 0
         self._waiting: dict[int, int] = {}
@@ -250,6 +252,7 @@ class ClientConnection:
             theirs = greeting.version, greeting.version
             raise UnsupportedVersion(self.address, (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX), theirs)
         self.greeting = greeting
+        self.producer_prefix = greeting.producer_prefix
         if greeting.mechanisms:
             self._begin_login(greeting.mechanisms)
         else:
@@ -288,6 +291,7 @@ class ClientConnection:
         if answer.is_done != (not data):
             raise ProtocolError(f"{self.address} ends the login at the wrong step")
         if answer.is_done:
+            self.producer_prefix = answer.producer_prefix
             self._opened()
         else:
             self._send_login(data)
@@ -390,12 +394,12 @@ class ServerConnection:
         step = unpack(Authenticate, self._request(frame).header)
         return LoginStep(frame.opaque, step.mechanism, step.data)
 
-    def login_answer(self, step: LoginStep, data: bytes, *, is_done: bool) -> list[Buffer]:
+    def login_answer(self, step: LoginStep, data: bytes, *, is_done: bool, producer_prefix: int = 0) -> list[Buffer]:
         """The buffers that answer a message of a login. With `is_done` requests are accepted from now on."""
         assert self.state is ConnectionState.LOGIN
         if is_done:
             self._opened()
-        answer = Authenticated(data, is_done)
+        answer = Authenticated(data, is_done, producer_prefix)
         return encode_frame(self._greeting.version, Command.AUTHENTICATE, status.OK, step.opaque, answer)
 
     def login_refused(self, step: LoginStep, error: AuthenticationFailed) -> list[Buffer]:

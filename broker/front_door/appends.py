@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from metamq.broker.front_door.statistics import Counters
     from metamq.broker.roles.role import ReplicaStatus
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
+    from metamq.security.rights import Access
     from metamq.wire.commands import PutEntry
     from metamq.wire.connection import Request
     from metamq.zk.cluster.topics import TopicConfig
@@ -142,20 +143,22 @@ class PutProcessor:
         if sum(entry.size for entry in entries) != len(request.body) or any(entry.size <= 0 for entry in entries):
             raise ProtocolError(f"the batches' sizes do not add up to the body's {len(request.body)} bytes")
         put = PendingPut(request, connection, len(entries))
+        access = connection.access
         position = 0
         for number, entry in enumerate(entries):
             batch = request.body[position : position + entry.size]
             position += entry.size
             try:
-                connection.access.check_topic(WRITE, entry.topic)
-                self._append(put, number, entry, batch)
+                access.check_topic(WRITE, entry.topic)
+                self._append(put, number, entry, batch, access)
             except MetamqError as error:
                 if isinstance(error, StorageError) and not error.retriable:
                     self.failed(error)
                 put.done(number, error)
 
-    def _append(self, put: PendingPut, number: int, entry: PutEntry, batch: memoryview) -> None:
+    def _append(self, put: PendingPut, number: int, entry: PutEntry, batch: memoryview, access: Access) -> None:
         master, partition, config, header = self.appends.admitted(entry, batch)
+        access.check_producer(header.producer_id, entry.topic)
         master.check_order(partition)
         appended = self.appends.store(master, partition, batch, header)
         put.stored(number, appended.base_offset, appended.time_us)

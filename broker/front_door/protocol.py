@@ -36,7 +36,7 @@ from metamq.broker.front_door.slices import SlicedWork, Slices
 from metamq.broker.log.disk.files import descriptors_max
 from metamq.errors import AuthenticationFailed, MetamqError, NotAuthorized, ProtocolError
 from metamq.security.login import MECHANISMS, BrokerLogin
-from metamq.security.rights import NO_RULES, READ, Access
+from metamq.security.rights import NO_RULES, READ, Access, producer_prefix
 from metamq.security.tls import principal_of
 from metamq.wire import status, sync
 from metamq.wire.addresses import are_near
@@ -193,6 +193,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         greeting = self._door.greeting()
         if self._tls is not None and not self.principal:
             greeting = greeting._replace(mechanisms=list(MECHANISMS))
+        elif self.principal:
+            greeting = greeting._replace(producer_prefix=producer_prefix(self.principal))
         self._connection = ServerConnection(self.peer, greeting, self._door.requests.rooms.take)
         self._door.connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
@@ -300,7 +302,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             return
         if is_done:
             self.principal = self._login.user
-        self._write(self._connection.login_answer(step, data, is_done=is_done))
+        prefix = producer_prefix(self.principal) if is_done else 0
+        self._write(self._connection.login_answer(step, data, is_done=is_done, producer_prefix=prefix))
         if is_done:
             self._is_open()
 

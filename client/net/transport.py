@@ -179,6 +179,11 @@ class BrokerConnection(asyncio.BufferedProtocol):
         return self._connection.greeting
 
     @property
+    def producer_prefix(self) -> int:
+        """The first bits of the producer ids that this client may use; 0: any."""
+        return self._connection.producer_prefix
+
+    @property
     def alive(self) -> bool:
         """True if requests can be sent."""
         return self._transport is not None and not self._transport.is_closing() and not self.closed.done()

@@ -38,6 +38,8 @@ from collections import deque
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
+from metamq.security.rights import PRODUCER_RANDOM_BITS
+
 if TYPE_CHECKING:
     from metamq.client.producer.outgoing import OutgoingBatch
     from metamq.errors import MetamqError
@@ -49,17 +51,29 @@ PRODUCER_ID_IDLE_S = 3600.0
 """Seconds after which an idle producer id is replaced. Brokers forget an id after days without a batch."""
 
 
-def new_producer_id() -> int:
-    """Returns 63 random bits, never 0."""
-    return secrets.randbits(63) | 1
+def new_producer_id(prefix: int) -> int:
+    """Returns the prefix and 40 random bits; without a prefix, which is 0, 63 random bits. Never returns 0."""
+    return prefix << PRODUCER_RANDOM_BITS | secrets.randbits(PRODUCER_RANDOM_BITS if prefix else 63) | 1
 
 
 class PartitionQueue:
     """One partition's batches: `waiting`, in order, and `inflight`. Not thread-safe: for one loop."""
 
     __slots__ = (
-        "broker_id", "established", "index", "inflight", "last_stored_s", "lost_by", "next_sequence",
-        "paused_until_s", "producer_id", "recovering", "topic", "topic_id", "waiting",
+        "_prefix",
+        "broker_id",
+        "established",
+        "index",
+        "inflight",
+        "last_stored_s",
+        "lost_by",
+        "next_sequence",
+        "paused_until_s",
+        "producer_id",
+        "recovering",
+        "topic",
+        "topic_id",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, topic: str, topic_id: str, broker_id: int, index: int) -> None:
@@ -75,11 +89,12 @@ class PartitionQueue:
         """True after a batch came back: nothing is sent until all batches in flight are back or stored."""
         self.lost_by: MetamqError | None = None
         """The error by which the partition was lost, or None."""
+        self._prefix = 0
         self._renew()
 
     def _renew(self) -> None:
         """Takes a new producer id. No waiting batch can be stored under the old id any more."""
-        self.producer_id = new_producer_id()
+        self.producer_id = new_producer_id(self._prefix)
         self.next_sequence = 0
         self.established = False
         """True if a batch of this id was stored since the last lost connection: the broker knows the next number."""
@@ -100,8 +115,8 @@ class PartitionQueue:
                 return False
         return self.established and following - self.inflight[0].sequence < INFLIGHT_BATCHES
 
-    def next_batch(self, codec: Codec, now_s: float) -> OutgoingBatch:
-        """Moves the first waiting batch to those in flight, encoded.
+    def next_batch(self, codec: Codec, now_s: float, producer_prefix: int = 0) -> OutgoingBatch:
+        """Moves the first waiting batch to those in flight, encoded. `producer_prefix` is that of the connection.
 
         Raises the errors of encoding; then the batch is still the first, and the caller must drop it.
         """
@@ -111,6 +126,9 @@ class PartitionQueue:
             if not self.inflight and self.established and idle_s > PRODUCER_ID_IDLE_S:
                 self._renew()
             if self.next_sequence >= SEQUENCES_MAX:
+                self._renew()
+            if producer_prefix != self._prefix and not self.inflight:
+                self._prefix = producer_prefix
                 self._renew()
             batch.encode(codec, self.producer_id, self.next_sequence)
             self.next_sequence += 1

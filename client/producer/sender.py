@@ -181,7 +181,7 @@ class BrokerSender:
     def _send_one(self, connection: BrokerConnection) -> bool:
         """Sends one PUT. Returns False if no batch may be sent."""
         now_s = time.monotonic()
-        batches = self._pick(now_s)
+        batches = self._pick(now_s, connection.producer_prefix)
         if not batches:
             return False
         sent = _Sent(batches, now_s, connection)
@@ -200,7 +200,7 @@ class BrokerSender:
         future.add_done_callback(lambda done: self._answered(sent, done))
         return True
 
-    def _pick(self, now_s: float) -> list[tuple[PartitionQueue, OutgoingBatch]]:
+    def _pick(self, now_s: float, producer_prefix: int) -> list[tuple[PartitionQueue, OutgoingBatch]]:
         """Returns the batches of the next PUT, taken from the partitions one after another."""
         picked: list[tuple[PartitionQueue, OutgoingBatch]] = []
         size = 0
@@ -208,7 +208,7 @@ class BrokerSender:
             del self._ready[queue]
             while size < PUT_BYTES and len(picked) < ENTRIES_TARGET and queue.sendable(now_s):
                 try:
-                    batch = queue.next_batch(self._sender.codec, now_s)
+                    batch = queue.next_batch(self._sender.codec, now_s, producer_prefix)
                 except MetamqError as error:  # for example a limit that only the encoded batch exceeds
                     self._sender.settle(queue, queue.waiting[0], error)
                     continue

@@ -331,6 +331,8 @@ class Wire:
     An answer waits for what its other partitions wait for, as their flush, so a later one may come before it.
     """
 
+    producer_prefix = 0
+
     def __init__(self, world: World) -> None:
         self.world = world
         self.alive = True
