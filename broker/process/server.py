@@ -40,6 +40,7 @@ from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.log.disk.files import SHORTAGES, FileCache
 from metamq.broker.log_once import LogOnce
 from metamq.broker.process.http import StatusServer
+from metamq.broker.process.listener import bind
 from metamq.broker.process.metrics import Histogram, SyncTimes
 from metamq.broker.process.parts import make_parts
 from metamq.broker.process.users import KnownUsers
@@ -105,7 +106,7 @@ class Broker:
         config = self.config
         self._folder = await self._opened_folder()
         try:
-            self._listener = self._bind()
+            self._listener = bind(config, is_secure=self._access.security.is_on)
             self.port = self._listener.getsockname()[1]
             limit = _raised_open_files_limit()
             open_files, connections = shares(limit, config.open_files_max)
@@ -200,21 +201,6 @@ class Broker:
         self._memory, self._answers, self._connections = parts.door.requests, parts.door.answers, parts.door.connections
         loop = asyncio.get_running_loop()
         self._acceptor = Acceptor(self._listener, lambda: BrokerProtocol(parts.door, loop), self._security)
-
-    def _bind(self) -> socket.socket:
-        config = self.config
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((config.host, config.port))
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"cannot listen on {config.host}:{config.port}: {error.strerror}",
-                hint="Choose another --port (0 takes a free one), or stop what uses it.",
-            ) from error
-        return listener
 
     @property
     def host(self) -> str:

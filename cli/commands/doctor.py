@@ -37,6 +37,7 @@ from metamq.client.producer.producer_core import ProducerOptions
 from metamq.client.settings import ENVIRONMENT_PREFIX, VARIABLES, load, variable
 from metamq.errors import ConfigError, CorruptData, MetamqError
 from metamq.security.config import SecurityConfig
+from metamq.security.exposure import EXPOSED_HINT, is_exposed
 from metamq.wire.commands import Command
 from metamq.zk.documents import collect_skipped
 from metamq.zk.groups.members import owned_partitions, read_members
@@ -222,12 +223,30 @@ async def _look_inside(access: ClusterAccess, report: Callable[[Finding], None])
         timeout_s = session.negotiated_timeout_ms / 1000
         report(Finding("ZooKeeper session", "ok", f"a round trip took {trip_ms:.1f} ms, time-out {timeout_s:g} s"))
         without_master = await _look_at_brokers(cluster, report)
+        report(_security(access, cluster))
         await _look_at_topics(cluster, without_master, report)
         await _look_at_groups(session, report)
         await _look_at_transactions(cluster, without_master, report)
     finally:
         await cluster.close()
         await session.close()
+
+
+def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
+    """Says if other machines reach servers without security."""
+    what = "security"
+    zookeepers = {host for host, _port in parse_servers(access.zookeeper)[0]}
+    if access.security.is_on:
+        if access.security.zookeeper_tls or not any(map(is_exposed, zookeepers)):
+            return Finding(what, "ok", "on")
+        hint = f"Remove METAMQ_SECURITY_ZOOKEEPER_TLS once ZooKeeper has its certificate. {EXPOSED_HINT}"
+        return Finding(what, "warning", "on, and connections to ZooKeeper are not encrypted", hint)
+    hosts = {host.strip() for broker in cluster.brokers.values() for host in broker.host.split(",")} | zookeepers
+    exposed = sorted(filter(is_exposed, hosts))
+    if not exposed:
+        return Finding(what, "ok", "off, and only this machine reaches the servers")
+    problem = f"off: whoever reaches {listed(exposed)} may read and change everything"
+    return Finding(what, "warning", problem, EXPOSED_HINT)
 
 
 async def _checked(what: str, work: Awaitable[Finding], report: Callable[[Finding], None]) -> None:

@@ -193,6 +193,7 @@ def zookeeper(
     metamq zookeeper --data /var/lib/metamq/zookeeper --host 0.0.0.0
     metamq zookeeper --host 0.0.0.0 --id 1 --ensemble zk1,zk2,zk3
     """
+    from metamq.security.exposure import EXPOSED_HINT, exposure, is_exposed
     from metamq.zk.server.embedded import EmbeddedZooKeeper
     from metamq.zk.server.ensemble import Ensemble
 
@@ -227,6 +228,8 @@ def zookeeper(
             else:
                 name = "ZooKeeper" if ensemble is None else f"Server {ensemble.number} of ZooKeeper's ensemble"
                 say(f"{name} serves at {server.address}. Ctrl-C stops it.")
+                if not security.is_on and is_exposed(host):
+                    say(f"Warning: {exposure(host, server.port)}. {EXPOSED_HINT}")
             while not signals.wait(POLL_S):
                 server.check_running()
                 server.renew()

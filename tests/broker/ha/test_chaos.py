@@ -205,7 +205,7 @@ def test_with_accepted_losses_nothing_is_doubled_and_readers_miss_nothing_of_wha
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "seconds", [pytest.param(60, marks=pytest.mark.slow), pytest.param(1800, marks=pytest.mark.long)]
+    "seconds", [pytest.param(120, marks=pytest.mark.slow), pytest.param(1800, marks=pytest.mark.long)]
 )
 def test_nobody_promotes_and_nothing_is_lost(tmp_path: Path, report_figures: Report, seconds: float) -> None:
     # The short run shares its machine with other tests, which take time of their own.

@@ -1,0 +1,25 @@
+"""Says when other machines can reach a server while security is off."""
+
+from __future__ import annotations
+
+import ipaddress
+
+EXPOSED_HINT = (
+    "Turn security on (`metamq security init`, docs/security.md), or keep the port inside a network that you trust."
+)
+
+
+def is_exposed(host: str) -> bool:
+    """True if other machines may connect to a server that listens at `host`; names other than localhost count as
+    such."""
+    if host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return True
+
+
+def exposure(host: str, port: int) -> str:
+    """Returns the problem of a server without security, as a part of a sentence."""
+    return f"security is off: whoever reaches {host}:{port} may read and change everything"
