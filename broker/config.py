@@ -35,6 +35,10 @@ class BrokerConfig:
     commas, in their order: the broker may have one name inside and another one outside."""
     data: str = "./metamq-data/broker"
     """Data folder; one broker per folder."""
+    audit: str = ""
+    """File of the audit log; `-` is standard error, empty is none."""
+    audit_bytes_max: int = 64 * MEBIBYTE
+    """The audit log goes on in a new file at this size. Five older files are kept."""
     http_port: int = 8120
     """Port of /metrics, /healthz and /readyz; 0 takes a free one, -1 serves none."""
     http_host: str = ""
@@ -98,6 +102,7 @@ class BrokerConfig:
             "replication_bytes_per_s": (0, 1 << 50),
             "transactions_min_insync": (1, 16),
             "port": (0, 65535),
+            "audit_bytes_max": (4096, 1 << 50),
             "http_port": (-1, 65535),
             "session_timeout_ms": (1000, 600_000),
             "disk_reserve_bytes": (2 * BATCH_BYTES_MAX, 1 << 50),

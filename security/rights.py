@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from metamq.errors import ConfigError, NotAuthorized
@@ -175,16 +175,24 @@ class Access:
     Used by the broker's loop only. When the rules change, it is replaced.
     """
 
-    __slots__ = ("_allowed", "_table", "is_limited", "principal", "producer_prefix")
+    __slots__ = ("_allowed", "_refused", "_table", "is_limited", "principal", "producer_prefix")
 
-    def __init__(self, principal: str, table: RuleTable, *, is_secure: bool = True) -> None:
-        """`is_secure`: False if security is off."""
+    def __init__(
+        self,
+        principal: str,
+        table: RuleTable,
+        *,
+        is_secure: bool = True,
+        refused: Callable[[NotAuthorized], None] = lambda refusal: None,
+    ) -> None:
+        """`is_secure`: False if security is off. `refused` is called with each refusal."""
         self.principal = principal
         self.is_limited = is_secure and principal not in SUPERUSERS
         """False if everything is allowed."""
         self.producer_prefix = producer_prefix(principal) if is_secure else 0
         """The first bits of the producer ids that it may use; 0: any."""
         self._table = table
+        self._refused = refused
         self._allowed: set[tuple[str, str]] = set()
 
     def refusal(self, right: str, topic: str) -> NotAuthorized | None:
@@ -194,14 +202,13 @@ class Access:
         """
         if not self.is_limited or (right, topic) in self._allowed:
             return None
-        if len(topic) > NAME_CHARS_MAX:
-            return NotAuthorized(self.principal, right, str(Resource(TOPIC, topic[:NAME_CHARS_MAX])))
-        refusal = self._decided(right, Resource(TOPIC, topic))
-        if refusal is None:
-            if len(self._allowed) >= REMEMBERED_MAX:
-                self._allowed.clear()
-            self._allowed.add((right, topic))
-        return refusal
+        resource = Resource(TOPIC, topic[:NAME_CHARS_MAX])
+        if len(topic) > NAME_CHARS_MAX or not self._may(right, resource):
+            return self._refusal(right, str(resource))
+        if len(self._allowed) >= REMEMBERED_MAX:
+            self._allowed.clear()
+        self._allowed.add((right, topic))
+        return None
 
     def check_topic(self, right: str, topic: str) -> None:
         """Raises NotAuthorized."""
@@ -211,24 +218,22 @@ class Access:
     def check_transactions(self) -> None:
         """Raises NotAuthorized if the client may write no topic, and does not end transactions as an operator."""
         if self.is_limited and not self._table.gives_any(self.principal, WRITE) and not self.may_recover:
-            raise NotAuthorized(self.principal, WRITE, str(Resource(TOPIC, "*")))
+            raise self._refusal(WRITE, str(Resource(TOPIC, "*")))
 
     @property
     def may_recover(self) -> bool:
         """True if the client may see and end the transactions of others."""
-        return not self.is_limited or self._decided(RECOVER, Resource(CLUSTER)) is None
+        return not self.is_limited or self._may(RECOVER, Resource(CLUSTER))
 
     def check_owner(self, owner: str) -> None:
         """Raises NotAuthorized if another principal owns the transaction, and the client may not recover."""
         if owner != self.principal and not self.may_recover:
-            raise NotAuthorized(
-                self.principal, RECOVER, CLUSTER, hint="Another user or certificate began this transaction."
-            )
+            raise self._refusal(RECOVER, CLUSTER, hint="Another user or certificate began this transaction.")
 
     def check_cluster(self, right: str) -> None:
         """Raises NotAuthorized."""
-        if self.is_limited and (refusal := self._decided(right, Resource(CLUSTER))) is not None:
-            raise refusal
+        if self.is_limited and not self._may(right, Resource(CLUSTER)):
+            raise self._refusal(right, CLUSTER)
 
     def check_producer(self, producer_id: int, topic: str) -> None:
         """Raises NotAuthorized if it is the producer id of another principal; 0 is none.
@@ -236,19 +241,20 @@ class Access:
         With it and the right number a client could make the broker take another's next batch for a repeated one.
         """
         if self.is_limited and producer_id and producer_id >> PRODUCER_RANDOM_BITS != self.producer_prefix:
-            raise NotAuthorized(self.principal, "use another's producer id in", str(Resource(TOPIC, topic)))
+            raise self._refusal("use another's producer id in", str(Resource(TOPIC, topic)))
 
     def check_is_broker(self) -> None:
         """Raises NotAuthorized unless the client has the certificate of the brokers, or security is off."""
         if self.is_limited or self.principal == ADMIN:
-            raise NotAuthorized(
-                self.principal, "join as a replica of", CLUSTER, hint=f"It needs the certificate `{BROKERS}`."
-            )
+            raise self._refusal("join as a replica of", CLUSTER, hint=f"It needs the certificate `{BROKERS}`.")
 
-    def _decided(self, right: str, resource: Resource) -> NotAuthorized | None:
-        if self._table.decide(self.principal, right, resource).is_allowed:
-            return None
-        return NotAuthorized(self.principal, right, str(resource))
+    def _may(self, right: str, resource: Resource) -> bool:
+        return self._table.decide(self.principal, right, resource).is_allowed
+
+    def _refusal(self, right: str, resource: str, hint: str | None = None) -> NotAuthorized:
+        refusal = NotAuthorized(self.principal, right, resource, hint=hint)
+        self._refused(refusal)
+        return refusal
 
 
 REMEMBERED_MAX = 1000

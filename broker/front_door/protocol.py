@@ -25,14 +25,14 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, cast
 
-from metamq.broker.front_door.admission import Admission, ConnectionFate
+from metamq.broker.front_door.admission import ConnectionFate
+from metamq.broker.front_door.audit import COMMAND, LOGIN, REFUSED
 from metamq.broker.front_door.authorisation import check
-from metamq.broker.front_door.fetch_session import FetchSession, ReplicaReadRole
-from metamq.broker.front_door.slices import SlicedWork, Slices
+from metamq.broker.front_door.fetch_session import FetchSession
+from metamq.broker.front_door.slices import SlicedWork
 from metamq.broker.log.disk.files import descriptors_max
 from metamq.errors import AuthenticationFailed, MetamqError, NotAuthorized, ProtocolError
 from metamq.security.login import MECHANISMS, BrokerLogin
@@ -40,7 +40,7 @@ from metamq.security.rights import NO_RULES, READ, Access, producer_prefix
 from metamq.security.tls import principal_of
 from metamq.wire import status, sync
 from metamq.wire.addresses import are_near
-from metamq.wire.commands import Command, GetResult, HelloReply
+from metamq.wire.commands import Command, GetResult
 from metamq.wire.connection import (
     AT_WORK,
     PUSHED,
@@ -53,18 +53,18 @@ from metamq.wire.connection import (
 from metamq.wire.frames import Buffer, Packed
 
 if TYPE_CHECKING:
-    from metamq.broker.front_door.answer_memory import AnswerMemory
-    from metamq.broker.front_door.request_memory import RequestMemory
-    from metamq.broker.front_door.statistics import Counters
+    from metamq.broker.front_door.door import FrontDoor, Processor
     from metamq.broker.ha.connection import HAConnection
     from metamq.broker.ha.service import HAService
-    from metamq.broker.transactions.processor import TransactionalCommandProcessor
-    from metamq.security.login import Verifiers
 
 log = logging.getLogger("metamq.broker")
 
+AUDITED = frozenset({Command.SYNC, Command.PROMOTE})
+"""Commands that change roles."""
 FOR_OPERATORS = frozenset({Command.SYNC, Command.PROMOTE, Command.STATS, Command.BRANCHES})
 """The commands on kept connections, see metamq.broker.front_door.admission."""
+CLIENT_CHARS_MAX = 200
+"""Characters of the name that a client gives itself, in the audit log."""
 HELLO_TIMEOUT_S = 10.0
 GOODBYE_TIMEOUT_S = 5.0
 STALL_BYTES = 64 * 1024
@@ -75,56 +75,6 @@ TLS_PIECE_BYTES = 64 * 1024
 INFLIGHT_BYTES_MAX = 64 * 1024 * 1024
 SLICED_MAX = 4
 """Requests of a connection in slices. At this number its next request is not begun, and its bytes are not read."""
-
-
-Processor = Callable[[Request, "BrokerProtocol"], None]
-
-
-class Timeouts(NamedTuple):
-    """Limits on idle connections, in seconds."""
-
-    unread_s: float
-    """Time without reading, while there are bytes to read."""
-    idle_s: float
-    """Time without a first request after HELLO. 0 is no limit."""
-
-
-class UserDirectory(Protocol):
-    """The users who log in by password: metamq.broker.process.users.KnownUsers."""
-
-    def find(self, user: str) -> Verifiers | None:
-        """Returns the data that verifies a password; None: there is no such user."""
-
-    def must_wait(self, address: str, user: str) -> bool:
-        """True if too many logins of the user have failed, from this address."""
-        ...
-
-    def failed(self, address: str, user: str) -> None:
-        """Notes a failed login."""
-
-    def access(self, principal: str) -> Access:
-        """Returns what the principal may do by the present rules."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FrontDoor:
-    """The parts that all connections of a broker share."""
-
-    processors: Mapping[int, Processor]
-    """The function that carries out each command. It raises the error that answers the request."""
-    read_role: ReplicaReadRole
-    transactions: TransactionalCommandProcessor
-    counters: Counters
-    slices: Slices
-    admission: Admission
-    requests: RequestMemory
-    answers: AnswerMemory
-    timeouts: Timeouts
-    greeting: Callable[[], HelloReply]
-    """Returns the answer to HELLO."""
-    users: UserDirectory
-    connections: set[BrokerProtocol] = field(default_factory=set)
 
 
 class BrokerProtocol(asyncio.BufferedProtocol):
@@ -275,7 +225,10 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _is_open(self) -> None:
         self._is_known = True
-        self.access = self._door.users.access(self.principal)
+        if self.principal:
+            client = self._connection.client[:CLIENT_CHARS_MAX]
+            self._door.audit.record(LOGIN, self.principal, self.peer, client, allowed=True)
+        self.access = self._door.users.access(self.principal, self._refused)
         if self._place is not ConnectionFate.KEPT:
             self._deadline.cancel()
         self._greeted_at = self._loop.time()
@@ -283,8 +236,17 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def rights_changed(self) -> None:
         """Takes the present rules, also for partitions that the client has opened."""
         if self._is_known:
-            self.access = self._door.users.access(self.principal)
+            self.access = self._door.users.access(self.principal, self._refused)
             self.fetches.rights_changed()
+
+    def _refused(self, refusal: NotAuthorized) -> None:
+        self._door.counters.refusals += 1
+        what = f"{refusal.right} {refusal.resource}"
+        self._door.audit.record(REFUSED, self.principal, self.peer, what, allowed=False)
+
+    def decided(self, what: str) -> None:
+        """Notes a command of an operator in the audit log."""
+        self._door.audit.record(COMMAND, self.principal, self.peer, what, allowed=True)
 
     def _log_in(self, step: LoginStep) -> None:
         users = self._door.users
@@ -310,6 +272,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _refuse_login(self, step: LoginStep, error: AuthenticationFailed) -> None:
         user = self._login.user if self._login is not None else ""
         log.warning("%s is refused as the user %.64r: %s", self.peer, user, error.reason)
+        self._door.counters.failed_logins += 1
+        self._door.audit.record(LOGIN, user[:64], self.peer, step.mechanism[:64], allowed=False, reason=error.reason)
         self._write(self._connection.login_refused(step, error))
         self._say_goodbye()
 
@@ -406,6 +370,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if request.body and request.command not in (Command.PUT, Command.TX):
             raise ProtocolError(f"{Command(request.command).name} has no body, got {len(request.body):,} bytes")
         check(request.command, self.access)
+        if request.command in AUDITED:
+            self.decided(Command(request.command).name)
         return processor
 
     def answer(self, request: Request, header: Any) -> None:

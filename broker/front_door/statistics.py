@@ -39,6 +39,9 @@ class Counters:
         self.bytes_out = 0
         self.fetches = 0
         self.repeats = 0
+        self.refusals = 0
+        """Requests and entries for which a right was missing."""
+        self.failed_logins = 0
 
     def appended(self, topic: str, header: BatchHeader, repeated: bool) -> None:
         """Counts a stored batch, or a batch that came again."""
@@ -67,6 +70,8 @@ class Counters:
             "bytes_out": self.bytes_out,
             "fetches": self.fetches,
             "repeats": self.repeats,
+            "refusals": self.refusals,
+            "failed_logins": self.failed_logins,
         }
 
 

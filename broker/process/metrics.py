@@ -38,6 +38,8 @@ _TOTALS = {
     "bytes_out": ("metamq_broker_bytes_out", "Bytes sent to consumers"),
     "fetches": ("metamq_broker_fetches", "GET requests answered"),
     "repeats": ("metamq_broker_repeated_batches", "Batches that came again and were not stored again"),
+    "refusals": ("metamq_broker_refusals", "Requests and parts of requests for which a right was missing"),
+    "failed_logins": ("metamq_broker_failed_logins", "Logins with a wrong user name or password, or too many of them"),
 }
 _PER_PARTITION = {
     "start_offset": ("metamq_log_start_offset", "The first offset in the log"),

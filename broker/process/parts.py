@@ -13,9 +13,9 @@ from metamq.broker.data.scrubber import Scrubber
 from metamq.broker.front_door.admission import Admission
 from metamq.broker.front_door.answer_memory import AnswerMemory
 from metamq.broker.front_door.appends import Appends, PutProcessor, TxProcessor
+from metamq.broker.front_door.door import FrontDoor, Processor, Timeouts
 from metamq.broker.front_door.fetch_session import ReplicaReadRole
 from metamq.broker.front_door.look_ups import LookUps
-from metamq.broker.front_door.protocol import FrontDoor, Processor, Timeouts
 from metamq.broker.front_door.replicas import ReplicaProcessor
 from metamq.broker.front_door.request_memory import RequestMemory
 from metamq.broker.front_door.slices import Slices
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.data_folder import DataFolder
     from metamq.broker.data.flusher import Flusher
     from metamq.broker.data.topics import Topics
+    from metamq.broker.front_door.audit import Audit
     from metamq.broker.process.users import KnownUsers
     from metamq.errors import MetamqError
     from metamq.zk.cluster.registrations import Registration
@@ -61,6 +62,7 @@ def make_parts(
     *,
     connections_max: int,
     users: KnownUsers,
+    audit: Audit,
     check: Callable[[], Awaitable[None]],
     failed: Callable[[MetamqError], None],
 ) -> BrokerParts:
@@ -101,7 +103,7 @@ def make_parts(
     }
     door = FrontDoor(
         table, read_role, transactions, counters, slices,
-        Admission(connections_max, config.connections_per_address_max),
+        Admission(connections_max, config.connections_per_address_max), audit,
         RequestMemory(config.request_memory_bytes), AnswerMemory(config.answer_memory_bytes),
         Timeouts(config.unread_timeout_s, config.idle_timeout_s), lambda: greeting(config.id, ids.epoch), users,
     )  # fmt: skip

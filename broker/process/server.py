@@ -36,6 +36,7 @@ from metamq.broker.data.kept_topics import kept_topics, unserved_partitions
 from metamq.broker.data.topics import Topics
 from metamq.broker.front_door.acceptor import Acceptor
 from metamq.broker.front_door.admission import LINGERING_MAX, SLOTS_KEPT
+from metamq.broker.front_door.audit import Audit
 from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.log.disk.files import SHORTAGES, FileCache
 from metamq.broker.log_once import LogOnce
@@ -124,6 +125,7 @@ class Broker:
                 on_state=self._session_state,
             )
             self._flusher = Flusher(self.fail)
+            self._audit = Audit(config)
             self._users = KnownUsers(self._session, is_secure=self._security is not None)
             self._topics = Topics(config.id, self._folder, self._files)
             self._store = TopicStore(self._session)
@@ -195,6 +197,7 @@ class Broker:
             self._registration,
             connections_max=connections_max,
             users=self._users,
+            audit=self._audit,
             check=self._check_zookeeper,
             failed=self.fail,
         )
@@ -446,6 +449,7 @@ class Broker:
         self._parts.scrubber.close()
         if self._status is not None:
             self._status.close()
+        self._audit.close()
         self._files.close()
         self._folder.close(clean=clean)
         log.info("broker %d has stopped", self.config.id)
@@ -463,6 +467,8 @@ class Broker:
         """Undoes a failed start."""
         if hasattr(self, "_status") and self._status is not None:
             self._status.close()
+        if hasattr(self, "_audit"):
+            self._audit.close()
         if hasattr(self, "_acceptor"):
             self._acceptor.close()
         elif hasattr(self, "_listener"):

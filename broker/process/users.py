@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from metamq.errors import ConnectError, CorruptData
+from metamq.errors import ConnectError, CorruptData, NotAuthorized
 from metamq.security.rights import NO_RULES, UNLIMITED, Access, RuleTable
 from metamq.zk.cluster.rights import read_rules
 from metamq.zk.cluster.users import read_users
@@ -98,9 +98,9 @@ class KnownUsers:
         """Calls `call` after each change of the rules."""
         self._rules.changed = call
 
-    def access(self, principal: str) -> Access:
-        """Returns what the principal may do by the present rules."""
-        return Access(principal, self._rules.value) if self._is_secure else UNLIMITED
+    def access(self, principal: str, refused: Callable[[NotAuthorized], None]) -> Access:
+        """Returns what the principal may do by the present rules. `refused` is called with each refusal."""
+        return Access(principal, self._rules.value, refused=refused) if self._is_secure else UNLIMITED
 
     def find(self, user: str) -> Verifiers | None:
         """Returns the data that verifies the user's password; None: there is no such user."""

@@ -32,11 +32,12 @@ def check_request(header: Tx, access: Access) -> None:
 
 def check_verb(term: TransactionTerm, work: TxRequest) -> None:
     """Checks the next verb of a request, which may have waited. Raises NotAuthorized."""
-    access = work.connection.access
-    if not access.is_limited:
-        return
-    if access is not work.checked:
-        check_request(work.header, access)
-    branch = term.store.branches.get(work.xid)
-    if branch is not None and work.verbs[0] is not Verb.START:  # START says that the id is in use
-        access.check_owner(branch.principal)
+    access, verb = work.connection.access, work.verbs[0]
+    if access.is_limited:
+        if access is not work.checked:
+            check_request(work.header, access)
+        branch = term.store.branches.get(work.xid)
+        if branch is not None and verb is not Verb.START:  # START says that the id is in use
+            access.check_owner(branch.principal)
+    if verb in OPERATORS_VERBS:
+        work.connection.decided(f"{verb.name} {work.xid}")

@@ -29,6 +29,9 @@ class SessionConnection(Protocol):
     def answer(self, request: Request, header: Any) -> None:
         """Answers a request."""
 
+    def decided(self, what: str) -> None:
+        """Notes an operator's decision in the audit log."""
+
     def answer_error(self, request: Request, error: MetamqError) -> None:
         """Answers a request with an error."""
 

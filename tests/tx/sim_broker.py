@@ -50,6 +50,9 @@ class Connection:
     def answer(self, request: Request, header: Any) -> None:
         self.answers[request.opaque] = header
 
+    def decided(self, what: str) -> None:
+        """An operator's decision."""
+
     def answer_error(self, request: Request, error: MetamqError) -> None:
         self.answers[request.opaque] = error
 

@@ -279,7 +279,7 @@ def test_a_place_that_is_kept_is_lost_by_a_refusal(
 ) -> None:
     local = start(connections_max=1)
     connect_to(local.port)
-    monkeypatch.setattr(local.broker._users, "access", lambda principal: Access("etl", NO_RULES))
+    monkeypatch.setattr(local.broker._users, "access", lambda principal, refused: Access("etl", NO_RULES))
     stranger = connect_to(local.port)
     answer = stranger.ask(Command.STATS, None)
     assert isinstance(status.decode_error(answer.status, answer.header), NotAuthorized)

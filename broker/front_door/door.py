@@ -1,0 +1,73 @@
+"""FrontDoor: the parts that all connections of a broker share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from metamq.broker.front_door.admission import Admission
+    from metamq.broker.front_door.answer_memory import AnswerMemory
+    from metamq.broker.front_door.audit import Audit
+    from metamq.broker.front_door.fetch_session import ReplicaReadRole
+    from metamq.broker.front_door.protocol import BrokerProtocol
+    from metamq.broker.front_door.request_memory import RequestMemory
+    from metamq.broker.front_door.slices import Slices
+    from metamq.broker.front_door.statistics import Counters
+    from metamq.broker.transactions.processor import TransactionalCommandProcessor
+    from metamq.errors import NotAuthorized
+    from metamq.security.login import Verifiers
+    from metamq.security.rights import Access
+    from metamq.wire.commands import HelloReply
+    from metamq.wire.connection import Request
+
+Processor = Callable[["Request", "BrokerProtocol"], None]
+
+
+class Timeouts(NamedTuple):
+    """Limits on idle connections, in seconds."""
+
+    unread_s: float
+    """Time without reading, while there are bytes to read."""
+    idle_s: float
+    """Time without a first request after HELLO. 0 is no limit."""
+
+
+class UserDirectory(Protocol):
+    """The users who log in by password: metamq.broker.process.users.KnownUsers."""
+
+    def find(self, user: str) -> Verifiers | None:
+        """Returns the data that verifies a password; None: there is no such user."""
+
+    def must_wait(self, address: str, user: str) -> bool:
+        """True if too many logins of the user have failed, from this address."""
+        ...
+
+    def failed(self, address: str, user: str) -> None:
+        """Notes a failed login."""
+
+    def access(self, principal: str, refused: Callable[[NotAuthorized], None]) -> Access:
+        """Returns what the principal may do by the present rules. `refused` is called with each refusal."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FrontDoor:
+    """The parts that all connections of a broker share."""
+
+    processors: Mapping[int, Processor]
+    """The function that carries out each command. It raises the error that answers the request."""
+    read_role: ReplicaReadRole
+    transactions: TransactionalCommandProcessor
+    counters: Counters
+    slices: Slices
+    admission: Admission
+    audit: Audit
+    requests: RequestMemory
+    answers: AnswerMemory
+    timeouts: Timeouts
+    greeting: Callable[[], HelloReply]
+    """Returns the answer to HELLO."""
+    users: UserDirectory
+    connections: set[BrokerProtocol] = field(default_factory=set)
