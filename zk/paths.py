@@ -80,11 +80,14 @@ class Paths:
     def topic_config(self, topic: str) -> str:
         return f"{self.topic_configs()}/{topic}"
 
+    def security(self) -> str:
+        return f"{self.root}/security"
+
     def users(self) -> str:
-        return f"{self.root}/security/users"
+        return f"{self.security()}/users"
 
     def rights(self) -> str:
-        return f"{self.root}/security/rights"
+        return f"{self.security()}/rights"
 
     def groups(self) -> str:
         return f"{self.root}/consumers"

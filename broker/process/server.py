@@ -268,6 +268,8 @@ class Broker:
         else:
             await self._check_not_replaced()
             self._folder.join_cluster(await cluster_id(self._session))
+        for shared in (self._session.paths.groups(), self._session.paths.sinks()):
+            await self._session.ensure(shared)  # clients may not make them, if brokers own their parent
 
     async def _check_not_replaced(self) -> None:
         """Gives a new folder in the place of a lost one a new incarnation: the in-sync set does not contain it then."""

@@ -39,6 +39,7 @@ from metamq.errors import ConfigError, CorruptData, MetamqError
 from metamq.security.config import SecurityConfig
 from metamq.security.exposure import EXPOSED_HINT, is_exposed
 from metamq.wire.commands import Command
+from metamq.zk.cluster.node_acls import wrong_nodes
 from metamq.zk.documents import collect_skipped
 from metamq.zk.groups.members import owned_partitions, read_members
 from metamq.zk.groups.plans import PLAN_BYTES_MAX, PLAN_HINT, read_plan
@@ -223,7 +224,7 @@ async def _look_inside(access: ClusterAccess, report: Callable[[Finding], None])
         timeout_s = session.negotiated_timeout_ms / 1000
         report(Finding("ZooKeeper session", "ok", f"a round trip took {trip_ms:.1f} ms, time-out {timeout_s:g} s"))
         without_master = await _look_at_brokers(cluster, report)
-        report(_security(access, cluster))
+        report(await _security(access, cluster))
         await _look_at_topics(cluster, without_master, report)
         await _look_at_groups(session, report)
         await _look_at_transactions(cluster, without_master, report)
@@ -232,11 +233,14 @@ async def _look_inside(access: ClusterAccess, report: Callable[[Finding], None])
         await session.close()
 
 
-def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
-    """Says if other machines reach servers without security."""
+async def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
+    """Finds what others can reach or change."""
     what = "security"
     zookeepers = {host for host, _port in parse_servers(access.zookeeper)[0]}
     if access.security.is_on:
+        if access.security.zookeeper_tls and (wrong := await wrong_nodes(cluster.session, enough=1)):
+            problem = f"on, and others can change nodes in ZooKeeper, as {wrong[0]}"
+            return Finding(what, "warning", problem, "`metamq security migrate` corrects that.")
         if access.security.zookeeper_tls or not any(map(is_exposed, zookeepers)):
             return Finding(what, "ok", "on")
         hint = f"Remove METAMQ_SECURITY_ZOOKEEPER_TLS once ZooKeeper has its certificate. {EXPOSED_HINT}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,9 +11,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from metamq.cli.command import Group
-from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, count, print_json, print_table, say
+from metamq.cli.context import current
+from metamq.cli.show.output import (
+    TABLE_OR_JSON,
+    TEXT_OR_JSON,
+    YES,
+    confirm,
+    count,
+    listed,
+    print_json,
+    print_table,
+    say,
+)
+from metamq.cli.show.progress import progress_bar
+from metamq.client.net.first_contact import open_session
 from metamq.errors import ConfigError
 from metamq.security.config import LOOPBACK
+from metamq.zk.cluster.node_acls import correct_nodes, wrong_nodes
 
 if TYPE_CHECKING:
     from metamq.security.certificates import CertificateInfo
@@ -172,3 +187,39 @@ def _state(one: CertificateInfo) -> str:
 def _json(one: CertificateInfo) -> dict[str, Any]:
     found = {**asdict(one), "serial": f"{one.serial:x}", "state": _state(one), "days_left": _days_left(one)}
     return {**found, "not_before": one.not_before.isoformat(), "not_after": one.not_after.isoformat()}
+
+
+@security.command()
+@YES
+@TEXT_OR_JSON
+def migrate(yes: bool, output: str) -> int:
+    """Give the nodes in ZooKeeper their access lists, if the cluster is older than its security.
+
+    Brokers and administrators then own topics, registrations, users and rules: other clients cannot change them. Run it
+    as an administrator, once all brokers run with security. It may be repeated.
+
+    \b
+    METAMQ_SECURITY_ROLE=admin metamq security migrate
+    """
+    access = current().access()
+    if not access.security.is_on or not access.security.zookeeper_tls:
+        raise ConfigError(
+            "the connection to ZooKeeper has no TLS, so ZooKeeper does not know its clients",
+            hint="Set METAMQ_SECURITY_DIR and METAMQ_SECURITY_ROLE=admin, and no METAMQ_SECURITY_ZOOKEEPER_TLS.",
+        )
+    asyncio.run(_migrate(yes, output))
+    return 0
+
+
+async def _migrate(yes: bool, output: str) -> None:
+    async with await open_session(current().access(), patient=False) as session:
+        paths = await wrong_nodes(session)
+        where = f"{session.paths.root} in ZooKeeper at {session.servers}"
+        if paths:
+            confirm([f"Other clients can change {count(len(paths), 'node')} of {where}: {listed(paths)}."], yes=yes)
+            with progress_bar("Correcting", len(paths), unit="nodes") as advance:
+                await correct_nodes(session, paths, advance)
+    if output == "json":
+        print_json({"corrected": paths})
+    else:
+        say(f"{count(len(paths), 'node')} corrected." if paths else f"All nodes of {where} have their access lists.")

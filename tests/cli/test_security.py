@@ -51,7 +51,7 @@ def test_the_guide_runs_as_printed(offline: Metamq, tmp_path: Path, monkeypatch:
         monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
         monkeypatch.setenv("METAMQ_SECURITY_DIR", str(tmp_path / "metamq-security"))
         monkeypatch.setenv("METAMQ_SECURITY_ROLE", "admin")
-        words = "add list allow allow list list issue issue revoke"
+        words = "add list allow allow list migrate list issue issue revoke"
         assert [command[1] for command in others] == words.split()
         for command in others:
             printed, _, file = " ".join(command).partition(" >")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kazoo import exceptions as kazoo_errors
 
+from metamq.errors import NotAuthorized
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode, NotEmpty, SessionExpired, ZooKeeperError
 from metamq.zk.nodes import Check, Create, Delete, Node, Op, SetData, Stat
 
 if TYPE_CHECKING:
     from metamq.errors import MetamqError
+    from metamq.zk.session.acls import Acl
 
 _REFUSALS: dict[type[Exception], type[ZooKeeperError]] = {
     kazoo_errors.NoNodeError: NoNode,
@@ -34,6 +36,8 @@ _UNKNOWN_OUTCOMES = (
 
 # In the answer to a transaction: the results before and after the failed operation.
 _NOT_THE_CAUSE = (kazoo_errors.RolledBackError, kazoo_errors.RuntimeInconsistency)
+_OWNERS_HINT = "Only the certificates `brokers` and `admin` may. An administrator sets METAMQ_SECURITY_ROLE=admin."
+_NO_X509_HINT = "Set ssl.clientAuth=want in ZooKeeper, or connect without TLS: METAMQ_SECURITY_ZOOKEEPER_TLS=false."
 
 
 def error_of(error: BaseException, servers: str, path: str, index: int | None = None) -> MetamqError:
@@ -43,6 +47,10 @@ def error_of(error: BaseException, servers: str, path: str, index: int | None = 
             return ours(path, index)
     if isinstance(error, kazoo_errors.SessionExpiredError) and not isinstance(error, _UNKNOWN_OUTCOMES):
         return SessionExpired(servers, "the session expired before an answer came")
+    if isinstance(error, kazoo_errors.NoAuthError):
+        return NotAuthorized("this client", "access", f"znode {path}", hint=_OWNERS_HINT)
+    if isinstance(error, kazoo_errors.InvalidACLError):
+        return ZooKeeperError(path, index, reason="ZooKeeper does not know clients by certificates", hint=_NO_X509_HINT)
     if isinstance(error, kazoo_errors.ZookeeperError) and not isinstance(error, _UNKNOWN_OUTCOMES):
         return ZooKeeperError(path, index, reason=f"ZooKeeper answered {type(error).__name__} {error}".rstrip())
     return ConnectionLost(servers, f"the connection broke before an answer came ({type(error).__name__})")
@@ -60,13 +68,14 @@ def node_of(data: bytes | None, stat: Any) -> Node:
     )
 
 
-def commit(operations: Sequence[tuple[Op, str]], client: Any) -> Any:
-    """Passes a transaction of (operation, path below the root of ZooKeeper) to kazoo's `client`."""
+def commit(operations: Sequence[tuple[Op, str]], acl: Callable[[str], Acl | None], client: Any) -> Any:
+    """Passes a transaction of (operation, path below the root of ZooKeeper) to kazoo's `client`. `acl` returns the
+    access list of a new node."""
     transaction = client.transaction()
     for operation, full in operations:
         match operation:
             case Create(data=data, ephemeral=ephemeral):
-                transaction.create(full, data, ephemeral=ephemeral)
+                transaction.create(full, data, acl(operation.path), ephemeral=ephemeral)
             case SetData(data=data, version=version):
                 transaction.set_data(full, data, version)
             case Delete(version=version):

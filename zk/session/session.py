@@ -43,6 +43,7 @@ from metamq.zk.errors import ConnectionLost, NodeExists, NoNode
 from metamq.zk.nodes import Create, Listing, Node, Op, SetData, Stat
 from metamq.zk.paths import DEFAULT_ROOT, Paths
 from metamq.zk.servers import parse_servers
+from metamq.zk.session.acls import Acl, acl_of
 from metamq.zk.session.answers import commit, error_of, failure_of, node_of, stat_of, version_after
 from metamq.zk.session.link import Link
 from metamq.zk.session.refused import is_refused_alone
@@ -276,7 +277,9 @@ class Session:
                 _, stat = await self._ask(
                     session_id,
                     path,
-                    lambda client: client.create_async(full, data, ephemeral=ephemeral, include_data=True),
+                    lambda client: client.create_async(
+                        full, data, self._acl(path), ephemeral=ephemeral, include_data=True
+                    ),
                 )
                 return node_of(data, stat)
             except NoNode:
@@ -284,6 +287,21 @@ class Session:
                 if not makepath or parent is None:
                     raise
                 await self._ensure(session_id, parent)
+
+    def _acl(self, path: str) -> Acl | None:
+        """Returns the access list of a new node; None is kazoo's default: each client may do everything."""
+        return acl_of(self.paths, path) if self.security.zookeeper is not None else None
+
+    async def acl(self, path: str) -> Acl:
+        """Returns the access list of a node. Raises NoNode, NotAuthorized."""
+        full = self._full(path)
+        found, _stat = await self._ask(self._open_session_id(), path, lambda client: client.get_acls_async(full))
+        return list(found)
+
+    async def set_acl(self, path: str, acl: Acl) -> None:
+        """Gives a node this access list. Raises NoNode, NotAuthorized."""
+        full = self._full(path)
+        await self._ask(self._open_session_id(), path, lambda client: client.set_acls_async(full, acl))
 
     async def set(self, path: str, data: bytes, version: int) -> Node:
         """Writes a node that has `version` (ANY_VERSION: any). Returns the node with its new version.
@@ -317,9 +335,8 @@ class Session:
         for operation in operations:
             if isinstance(operation, Create | SetData):
                 _check_data(operation.path, operation.data)
-        results: list[Any] = await self._ask(
-            session_id, operations[0].path, functools.partial(commit, list(zip(operations, full, strict=True)))
-        )
+        work = functools.partial(commit, list(zip(operations, full, strict=True)), self._acl)
+        results: list[Any] = await self._ask(session_id, operations[0].path, work)
         failure = failure_of(results)
         if failure is not None:
             index, error = failure
@@ -402,7 +419,8 @@ class Session:
                 hint="The first broker makes it. Give the chroot that the brokers have in their address.",
             )
         try:
-            await self._ask(session_id, full, lambda client: client.create_async(full, b""))
+            acl = self._acl(full.removeprefix(self.chroot) or "/")
+            await self._ask(session_id, full, lambda client: client.create_async(full, b"", acl))
         except NodeExists:
             return
         except NoNode:

@@ -1,0 +1,157 @@
+"""Nodes in ZooKeeper belong to brokers and administrators, and what is left to other clients."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from metamq import Admin, Consumer, Producer, SecurityConfig
+from metamq.errors import MetamqError, NotAuthorized
+from metamq.security.certificates import Authority
+from metamq.security.tls import client_security
+from metamq.testing import Cluster, cluster
+from metamq.zk.cluster.node_acls import wrong_nodes
+from metamq.zk.nodes import ANY_VERSION, Create, Delete
+from metamq.zk.paths import Paths
+from metamq.zk.session.acls import acl_of, differs
+from metamq.zk.session.session import Session
+from tests.parts import SLOW_S, read_to_end
+from tests.security.certificate_folder import client_of, secured
+
+PATHS = Paths("/meta")
+
+
+@pytest.fixture(scope="module")
+def owned(authority: Authority) -> Iterator[Cluster]:
+    """A cluster with TLS to ZooKeeper, a topic, a group, users and rules."""
+    authority.issue("etl")
+    with cluster(security=secured(authority.folder)) as running, running.admin() as admin:
+        running.create_topic("flights", partitions=2)
+        admin.set_user("user", "a long password")
+        for right in ("read", "write"):
+            admin.add_rules("allow", "etl", right, "topic:flights")
+        with running.producer() as producer:
+            producer.send("flights", b"hello").result(SLOW_S)
+        with running.consumer(topics=["flights"], group="old", start="earliest", idle_timeout_s=1) as consumer:
+            assert len(read_to_end(consumer)) == 1
+            consumer.commit()
+        yield running
+
+
+def run(running: Cluster, security: SecurityConfig, work: Callable[[Session], Awaitable[object]]) -> None:
+    async def opened() -> None:
+        async with await Session.open(running.zookeeper, security=client_security(security)) as session:
+            await work(session)
+
+    asyncio.run(asyncio.wait_for(opened(), SLOW_S))
+
+
+async def tree(session: Session, path: str) -> list[str]:
+    names = await session.children_or_none(path) or []
+    below = [await tree(session, f"{path}/{name}") for name in sorted(names)]
+    return [path, *(one for some in below for one in some)]
+
+
+@pytest.fixture(params=["etl", ""], ids=["with a certificate", "without one"])
+def stranger(request: pytest.FixtureRequest, authority: Authority) -> SecurityConfig:
+    return client_of(authority.folder, request.param)
+
+
+def test_a_stranger_changes_nothing_but_groups_and_sinks(
+    owned: Cluster, authority: Authority, stranger: SecurityConfig
+) -> None:
+    """Each node that there is, with each change."""
+    nodes: list[str] = []
+    found: dict[str, list[str]] = {}
+
+    async def look(session: Session) -> None:
+        nodes.extend(await tree(session, "/meta"))
+
+    run(owned, secured(authority.folder), look)
+    assert {PATHS.topic_config("flights"), PATHS.users(), PATHS.rights(), PATHS.master(0), PATHS.groups()} <= {*nodes}
+
+    async def attack(session: Session) -> None:
+        for path in nodes:
+            if path.startswith((f"{PATHS.groups()}/", f"{PATHS.sinks()}/")):
+                continue  # it is theirs
+            new = f"{path}/new"
+            outcomes = [
+                await outcome(session.set(path, b"", ANY_VERSION)),
+                await outcome(session.set_acl(path, acl_of(PATHS, "/elsewhere"))),
+                await outcome(session.delete(path, ANY_VERSION)),
+                await outcome(session.create(new)),
+                await outcome(session.delete(new, ANY_VERSION)),
+                await outcome(session.multi([Create(new, b""), Delete(new, ANY_VERSION)])),
+            ]
+            found[path] = outcomes
+
+    run(owned, stranger, attack)
+    refused = ["NotAuthorized"] * 6
+    assert found.pop("/meta") == ["NotAuthorized"] * 2 + ["NotEmpty"] + ["NotAuthorized"] * 3
+    for path in (PATHS.groups(), PATHS.sinks()):
+        assert found.pop(path) == ["NotAuthorized"] * 3 + ["done"] * 3
+    assert len(found) > 10
+    assert {path: outcomes for path, outcomes in found.items() if outcomes != refused} == {}
+    with owned.admin() as admin:
+        assert admin.topics().keys() == {"flights"}
+
+
+async def outcome(change: Awaitable[object]) -> str:
+    try:
+        await change
+    except MetamqError as error:
+        return type(error).__name__
+    return "done"
+
+
+def test_users_and_rules_are_not_shown(owned: Cluster, stranger: SecurityConfig) -> None:
+    async def look(session: Session) -> None:
+        assert (await session.get(PATHS.topic_config("flights"))).data
+        for path in (PATHS.security(), PATHS.users(), PATHS.rights()):
+            with pytest.raises(NotAuthorized):
+                await session.get(path)
+
+    run(owned, stranger, look)
+
+
+def test_a_program_works_and_makes_no_topic(owned: Cluster, authority: Authority) -> None:
+    """Its group is its own."""
+    security = client_of(authority.folder, "etl")
+    group = uuid.uuid4().hex
+    with Producer(owned.zookeeper, security=security) as producer:
+        producer.send("flights", b"again").result(SLOW_S)
+    with Consumer(
+        owned.zookeeper, topics="flights", group=group, start="earliest", idle_timeout_s=1, security=security
+    ) as consumer:
+        assert b"again" in [message.value for message in read_to_end(consumer)]
+        consumer.commit()
+    with Admin(owned.zookeeper, security=security) as admin:
+        assert admin.groups()[group].topics
+        with pytest.raises(NotAuthorized, match="'this client' may not access znode /meta/config/topics/own"):
+            admin.create_topic("own", partitions=1)
+        with pytest.raises(NotAuthorized):
+            admin.delete("flights")
+
+
+def test_new_nodes_have_their_lists(owned: Cluster, authority: Authority) -> None:
+    async def look(session: Session) -> None:
+        assert await wrong_nodes(session) == []
+
+    run(owned, secured(authority.folder), look)
+
+
+@pytest.mark.parametrize(
+    ("path", "like"),
+    [
+        ("/meta", "/meta/brokers"), ("/meta/config/topics/t", "/meta"), ("/meta/security/users", "/meta/security"),
+        ("/meta/consumers/g/ids/c", "/meta/spark/s"), ("/meta/spark", "/meta/consumers"), ("/", "/meta/consumers/g"),
+        ("/metadata", "/"), ("/meta/consumers-2", "/meta"),
+    ],
+)  # fmt: skip
+def test_the_rule(path: str, like: str) -> None:
+    assert not differs(acl_of(PATHS, path), acl_of(PATHS, like))
+    kinds = [acl_of(PATHS, one) for one in ("/", "/meta", "/meta/consumers", "/meta/security")]
+    assert all(differs(a, b) for n, a in enumerate(kinds) for b in kinds[:n])

@@ -1,0 +1,65 @@
+"""Finds the nodes whose access lists are not those of metamq.zk.session.acls, and corrects them.
+
+Nodes that were made before security was on, or without TLS to ZooKeeper, may be changed by each client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from metamq.errors import NotAuthorized
+from metamq.zk.errors import NoNode
+from metamq.zk.session.acls import acl_of, differs
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
+
+AT_ONCE = 200
+"""Nodes that are looked at in one step."""
+
+
+async def wrong_nodes(session: Session, *, enough: int | None = None) -> list[str]:
+    """Returns the paths of such nodes, parents first; with `enough` it may stop after that number.
+
+    Groups and sinks of Spark are their clients': it does not look below their folders. Raises ConnectionLost.
+    """
+    paths = session.paths
+    found: list[str] = []
+    waiting = [paths.root]
+    while waiting and (enough is None or len(found) < enough):
+        some, waiting = waiting[-AT_ONCE:], waiting[:-AT_ONCE]
+        for path, is_wrong, children in await asyncio.gather(*(_look_at(session, path) for path in some)):
+            if is_wrong:
+                found.append(path)
+            if path not in (paths.groups(), paths.sinks()):
+                waiting += [f"{path}/{child}" for child in children]
+    return sorted(found)
+
+
+async def _look_at(session: Session, path: str) -> tuple[str, bool, list[str]]:
+    """Returns the path, if its list is wrong, and its children. A node that is private, or gone, is none of ours."""
+    try:
+        found, children = await asyncio.gather(session.acl(path), session.children(path))
+    except (NoNode, NotAuthorized):
+        return path, False, []
+    return path, differs(found, acl_of(session.paths, path)), children
+
+
+async def correct_nodes(session: Session, paths: list[str], progress: Callable[[int], None]) -> None:
+    """Gives the nodes their lists. `progress` gets the number of nodes of each step. May be repeated after an error.
+
+    Raises NotAuthorized if the session has no right to do that, ConnectionLost.
+    """
+    for start in range(0, len(paths), AT_ONCE):
+        some = paths[start : start + AT_ONCE]
+        await asyncio.gather(*(_correct(session, path) for path in some))
+        progress(len(some))
+
+
+async def _correct(session: Session, path: str) -> None:
+    try:
+        await session.set_acl(path, acl_of(session.paths, path))
+    except NoNode:
+        return
