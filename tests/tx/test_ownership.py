@@ -11,6 +11,7 @@ from metamq.broker.transactions.branch_page import branch_page
 from metamq.errors import MetamqError, NotAuthorized
 from metamq.security.rights import Access, RuleTable, parse_rule
 from metamq.tx.store.table import BranchPhase
+from metamq.tx.store.verbs import TransactionLimits
 from metamq.wire.commands import Branches, BranchInfo, TxReply
 from metamq.wire.status import decode_error
 from metamq.wire.xa import Verb, XACode, Xid
@@ -122,6 +123,19 @@ def test_a_request_that_has_waited_is_checked_again(replica: Replica) -> None:
     )
     assert all(isinstance(error_of(replica, opaque), NotAuthorized) for opaque in waiting)
     assert replica.states() == {}
+
+
+def test_one_principal_takes_no_more_than_half_of_the_branches(replica: Replica) -> None:
+    replica.term.store.limits = TransactionLimits(branches=20)
+    outcomes = [replica.do(Xid(1, b"%d" % number), Verb.START, Verb.END) for number in range(12)]
+    assert outcomes == [[OK, OK]] * 10 + [[XACode.RMERR]] * 2
+    become(replica, access("other"))
+    for number in range(10):
+        assert replica.do(Xid(2, b"%d" % number), Verb.START) == [OK]
+    assert replica.do(Xid(2, b"more"), Verb.START) == [XACode.RMERR]
+    become(replica, access("etl"))
+    assert replica.do(Xid(1, b"0"), Verb.ROLLBACK) == [OK]
+    assert replica.do(Xid(1, b"10"), Verb.START) == [OK]
 
 
 def page(replica: Replica, rights: Access, *, all_of_them: bool) -> dict[Xid, BranchInfo]:

@@ -42,6 +42,7 @@ class TransactionLimits(NamedTuple):
     """Limits of one broker for transactions that are open at the same time."""
 
     branches: int = 10_000
+    """Open branches. With security on, one user or certificate may have half of them."""
     messages: int = 100_000_000
     """Messages in one branch."""
     journal_bytes: int = 64 << 30
@@ -181,6 +182,9 @@ class JournalTransactionStore:
             return _refuse(request, BranchMisuse, XACode.DUPID, "its owner got the answer that it was rolled back")
         if len(self.branches) >= self.limits.branches and not self._drop_rollback_only():
             return _refuse(request, TryLater, XACode.RMERR, f"{len(self.branches):,} branches are open, the limit")
+        if request.principal and len(self.branches) >= self.limits.branches // 2 and self._has_half(request.principal):
+            what = f"{request.principal!r} has {self.limits.branches // 2:,} open branches, half of all: the most"
+            return _refuse(request, TryLater, XACode.RMERR, f"{what} that one user may have")
         self._next_epoch += 1
         branch = BranchState(request.xid, self._next_epoch, BranchPhase.ACTIVE, request.owner, request.principal)
         branch.sessions[request.session] = Association()
@@ -188,6 +192,11 @@ class JournalTransactionStore:
         branch.deadline_s = now_s + branch.timeout_s
         self.branches[request.xid] = branch
         return VerbStep(Answer(XACode.OK, branch.epoch))
+
+    def _has_half(self, principal: str) -> bool:
+        """True if the principal has half of the branches that may be open. Looks at all: there are many already."""
+        own = sum(b.principal == principal and b.state is not BranchPhase.ROLLBACK_ONLY for b in self.branches.values())
+        return own >= self.limits.branches // 2
 
     def _drop_rollback_only(self) -> bool:
         """Forgets the oldest rollback-only branches. They are kept only to give their owners the reason."""
