@@ -41,6 +41,16 @@ class SecurityConfig:
     """The name of the user that this client logs in as, if it has no certificate."""
     password_file: str = ""
     """File whose first line is the user's password. Only its owner should be able to read it."""
+    token_file: str = ""
+    """File with a token (JWT) of an OAuth authority, by which this client logs in instead of a password."""
+    jwks: str = ""
+    """At brokers: file with the public keys of that authority, as JSON (JWKS); empty: no tokens."""
+    audience: str = ""
+    """At brokers: the audience (`aud`) that a token must be for."""
+    issuer: str = ""
+    """At brokers: the issuer (`iss`) that a token must be of; empty: any that the keys belong to."""
+    user_claim: str = "sub"
+    """At brokers: the claim of a token that names its user."""
     zookeeper_tls: bool = True
     """False: ZooKeeper is reached without TLS. Then whoever reads its traffic sees the cluster's nodes."""
 
@@ -55,9 +65,16 @@ class SecurityConfig:
             raise ConfigError(
                 f"the security setting `{missing}` is missing", hint="`user` and `password_file` belong together."
             )
-        if (self.certificate or self.user) and not self.is_on:
+        if bool(self.jwks) != bool(self.audience):
+            missing = "audience" if self.jwks else "jwks"
             raise ConfigError(
-                "a user or a certificate is given without the authority of the brokers",
+                f"the security setting `{missing}` is missing", hint="`jwks` and `audience` belong together."
+            )
+        if self.token_file and self.user:
+            raise ConfigError("the security settings name a user and a token", hint="Remove one of them.")
+        if (self.certificate or self.user or self.token_file) and not self.is_on:
+            raise ConfigError(
+                "a user, a token or a certificate is given without the authority of the brokers",
                 hint="Set `ca`, or METAMQ_SECURITY_CA.",
             )
         if self.role and self.certificate:

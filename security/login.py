@@ -11,7 +11,7 @@ the proof covers the certificate that the client saw, so a server in between can
 login has new random numbers from both ends, so a recorded one is of no use. An unknown name takes the same steps and
 the same time, and fails at the end like a wrong password.
 
-A client with a certificate needs no login: TLS has proved who it is.
+A client with a certificate needs no login: TLS has proved who it is. A login by token is in metamq.security.bearer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ import secrets
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metamq.errors import AuthenticationFailed, ConfigError
+
+if TYPE_CHECKING:
+    from metamq.security.bearer import TokenVerifier
 
 BINDING = "tls-server-end-point"
 MECHANISMS = ("SCRAM-SHA-512-PLUS", "SCRAM-SHA-256-PLUS")
@@ -119,16 +122,16 @@ def server_identity(certificate: Path, key: Path) -> ServerIdentity:
     return ServerIdentity(digest, hashlib.sha256(key.read_bytes()).digest(), str(name))
 
 
-def read_password(path: str) -> str:
-    """Returns the first line of a file. Raises ConfigError."""
+def read_secret(path: str, what: str) -> str:
+    """Returns the first line of a file. `what` it is: "password" or "token". Raises ConfigError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"the password file {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"the {what} file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise ConfigError(f"the password file {path} is not UTF-8 text") from None
+        raise ConfigError(f"the {what} file {path} is not UTF-8 text") from None
     if not lines or not lines[0]:
-        raise ConfigError(f"the password file {path} is empty", hint="Its first line is the password.")
+        raise ConfigError(f"the {what} file {path} is empty", hint=f"Its first line is the {what}.")
     return lines[0]
 
 
@@ -173,19 +176,31 @@ class ClientLogin:
 class BrokerLogin:
     """The broker's end of one login."""
 
-    def __init__(self, peer: str, find: Callable[[str], Verifiers | None], identity: ServerIdentity) -> None:
-        """`find` returns the verifiers of a user."""
+    def __init__(
+        self,
+        peer: str,
+        find: Callable[[str], Verifiers | None],
+        identity: ServerIdentity,
+        tokens: TokenVerifier | None = None,
+    ) -> None:
+        """`find` returns the verifiers of a user. `tokens` verifies tokens; None: it takes none."""
         self._peer = peer
+        self._tokens = tokens
         self._find = find
         self._identity = identity
         self._server: Any = None
         self._mechanism = ""
         self.user = ""
         """The name that the client gave; it counts when next() says that the login is done."""
+        self.expires_s = 0.0
+        """The end of its token, seconds since 1970; 0: none."""
 
     def next(self, mechanism: str, data: bytes) -> tuple[bytes, bool]:
         """Returns the answer to a message, and True if the login is done. Raises AuthenticationFailed."""
         with _Refusing(self._peer, _WRONG):
+            if self._tokens is not None and mechanism == self._tokens.mechanism and self._server is None:
+                self.user, self.expires_s = self._tokens.verify(data, self._peer)
+                return b"", True
             if len(data) > MESSAGE_BYTES_MAX:
                 raise AuthenticationFailed(self._peer, f"a message of a login has more than {MESSAGE_BYTES_MAX} bytes")
             if self._server is None:

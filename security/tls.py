@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metamq.errors import ConfigError
-from metamq.security.config import BROKERS
-from metamq.security.login import ClientLogin, ServerIdentity, check_library, read_password, server_identity
+from metamq.security.bearer import TokenLogin, TokenVerifier
+from metamq.security.config import ADMIN, BROKERS, ZOOKEEPER
+from metamq.security.login import ClientLogin, ServerIdentity, check_library, read_secret, server_identity
+from metamq.security.names import check_name
 
 if TYPE_CHECKING:
     from metamq.security.config import SecurityConfig, TlsFiles
@@ -74,15 +76,18 @@ class ClientSecurity(NamedTuple):
     tls: FreshContext
     user: str
     password_file: str
+    token_file: str = ""
 
-    def login(self, address: str, tls: ssl.SSLObject | ssl.SSLSocket) -> ClientLogin | None:
-        """Returns a login on this connection; None without a user. The password is read again, so it may change.
+    def login(self, address: str, tls: ssl.SSLObject | ssl.SSLSocket) -> ClientLogin | TokenLogin | None:
+        """Returns a login on this connection; None without a user. The file is read again, so it may change.
 
         Raises ConfigError.
         """
+        if self.token_file:
+            return TokenLogin(address, read_secret(self.token_file, "token"))
         if not self.user:
             return None
-        return ClientLogin(address, self.user, read_password(self.password_file), tls)
+        return ClientLogin(address, self.user, read_secret(self.password_file, "password"), tls)
 
 
 class Security(NamedTuple):
@@ -103,7 +108,7 @@ def client_security(config: SecurityConfig) -> Security:
     if config.user:
         check_library()
     tls = FreshContext(config.files(), client_context)
-    brokers = ClientSecurity(tls, config.user, config.password_file)
+    brokers = ClientSecurity(tls, config.user, config.password_file, config.token_file)
     return Security(brokers, tls if config.zookeeper_tls else None)
 
 
@@ -112,6 +117,8 @@ class BrokerSecurity(NamedTuple):
 
     server: FreshContext
     client: Security
+    tokens: TokenVerifier | None
+    """None: it takes no tokens."""
 
 
 def broker_security(config: SecurityConfig) -> BrokerSecurity | None:
@@ -127,7 +134,19 @@ def broker_security(config: SecurityConfig) -> BrokerSecurity | None:
         )
     client = FreshContext(files, client_context)
     as_client = Security(ClientSecurity(client, "", ""), client if config.zookeeper_tls else None)
-    return BrokerSecurity(FreshContext(files, server_context), as_client)
+    tokens = token_verifier(config) if config.jwks else None
+    return BrokerSecurity(FreshContext(files, server_context), as_client, tokens)
+
+
+def token_verifier(config: SecurityConfig) -> TokenVerifier:
+    """Returns the verifier of tokens. Raises ConfigError."""
+
+    def check_user(name: str) -> None:
+        if name in (ADMIN, BROKERS, ZOOKEEPER):
+            raise ConfigError(f"{name!r} is the name of a certificate of the cluster")
+        check_name(name)
+
+    return TokenVerifier(config, check_user)
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:

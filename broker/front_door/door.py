@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from metamq.broker.front_door.statistics import Counters
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
     from metamq.errors import NotAuthorized
+    from metamq.security.bearer import TokenVerifier
     from metamq.security.login import Verifiers
     from metamq.security.rights import Access
     from metamq.wire.commands import HelloReply
@@ -35,7 +36,10 @@ class Timeouts(NamedTuple):
 
 
 class UserDirectory(Protocol):
-    """The users who log in by password: metamq.broker.process.users.KnownUsers."""
+    """The users who log in: metamq.broker.process.users.KnownUsers."""
+
+    tokens: TokenVerifier | None
+    """Verifies tokens; None: it takes none."""
 
     def find(self, user: str) -> Verifiers | None:
         """Returns the data that verifies a password; None: there is no such user."""

@@ -35,6 +35,7 @@ from metamq.broker.front_door.fetch_session import FetchSession
 from metamq.broker.front_door.slices import SlicedWork
 from metamq.broker.log.disk.files import descriptors_max
 from metamq.errors import AuthenticationFailed, MetamqError, NotAuthorized, ProtocolError
+from metamq.security.bearer import BEARER, seconds_left
 from metamq.security.login import MECHANISMS, BrokerLogin
 from metamq.security.rights import NO_RULES, READ, Access, producer_prefix
 from metamq.security.tls import principal_of
@@ -123,6 +124,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """The rights of the client: none until its name is known."""
         self._is_known = False
         self._login: BrokerLogin | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        """The end of the client's token."""
         self._transport: asyncio.Transport | None = None
         self._link: tuple[HAConnection, HAService] | None = None
         """The link, if the peer is a slave. The connection is a stream then, and acknowledgements wait for nothing."""
@@ -142,7 +145,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self.principal = principal_of(self._tls)
         greeting = self._door.greeting()
         if self._tls is not None and not self.principal:
-            greeting = greeting._replace(mechanisms=list(MECHANISMS))
+            tokens = [BEARER] if self._door.users.tokens is not None else []
+            greeting = greeting._replace(mechanisms=[*MECHANISMS, *tokens])
         elif self.principal:
             greeting = greeting._replace(producer_prefix=producer_prefix(self.principal))
         self._connection = ServerConnection(self.peer, greeting, self._door.requests.rooms.take)
@@ -251,7 +255,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _log_in(self, step: LoginStep) -> None:
         users = self._door.users
         if self._login is None:
-            self._login = BrokerLogin(self.peer, users.find, self._tls.context.identity)
+            self._login = BrokerLogin(self.peer, users.find, self._tls.context.identity, users.tokens)
         try:
             data, is_done = self._login.next(step.mechanism, step.data)
         except AuthenticationFailed as error:
@@ -268,6 +272,12 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._write(self._connection.login_answer(step, data, is_done=is_done, producer_prefix=prefix))
         if is_done:
             self._is_open()
+            if self._login.expires_s:
+                self._expiry = self._loop.call_later(seconds_left(self._login.expires_s), self._token_expired)
+
+    def _token_expired(self) -> None:
+        log.info("%s: the token of %s has expired: closed", self.peer, self.principal)
+        self.close()
 
     def _refuse_login(self, step: LoginStep, error: AuthenticationFailed) -> None:
         user = self._login.user if self._login is not None else ""
@@ -529,6 +539,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self.count_unread()
         self._door.admission.leave(self._address)
         self._deadline.cancel()
+        if self._expiry is not None:
+            self._expiry.cancel()
         self._reserve(0)
         if self._unpacking is not None:
             self._waiting.append(self._unpacking)

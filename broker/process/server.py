@@ -126,7 +126,7 @@ class Broker:
             )
             self._flusher = Flusher(self.fail)
             self._audit = Audit(config)
-            self._users = KnownUsers(self._session, is_secure=self._security is not None)
+            self._users = KnownUsers(self._session, self._security)
             self._topics = Topics(config.id, self._folder, self._files)
             self._store = TopicStore(self._session)
             await self._until_answered(self._check_zookeeper)

@@ -20,6 +20,7 @@ from metamq.zk.session.watches import OneWatch
 
 if TYPE_CHECKING:
     from metamq.security.login import Verifiers
+    from metamq.security.tls import BrokerSecurity
     from metamq.zk.cluster.brokers import Watcher
     from metamq.zk.cluster.users import Users
     from metamq.zk.session.session import Session
@@ -87,9 +88,10 @@ async def read_table(session: Session, watch: Watcher | None) -> RuleTable:
 class KnownUsers:
     """The users and their rights. Used by the broker's loop only."""
 
-    def __init__(self, session: Session, *, is_secure: bool) -> None:
-        """`is_secure`: False if security is off; then each client may do everything."""
-        self._is_secure = is_secure
+    def __init__(self, session: Session, security: BrokerSecurity | None) -> None:
+        """`security`: None if it is off; then each client may do everything."""
+        self._is_secure = security is not None
+        self.tokens = security.tokens if security is not None else None
         self._users: Followed[Users] = Followed(session, read_users, {}, "users")
         self._rules: Followed[RuleTable] = Followed(session, read_table, NO_RULES, "rules of rights")
         self._failures: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()

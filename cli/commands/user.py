@@ -15,7 +15,7 @@ from metamq.cli.command import Group
 from metamq.cli.context import current
 from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, count, print_json, print_table, say
 from metamq.errors import ConfigError
-from metamq.security.login import read_password
+from metamq.security.login import read_secret
 from metamq.security.rights import ALLOW, DENY
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def add(name: str, password_file: str | None, generate: bool, output: str) -> in
 
 def _password(name: str, file: str | None) -> str:
     if file:
-        return read_password(file)
+        return read_secret(file, "password")
     if sys.stdin.isatty():
         asked: str = click.prompt(f"Password of {name}", hide_input=True, confirmation_prompt=True, err=True)
         return asked

@@ -20,7 +20,7 @@ from metamq.security.login import (
     ServerIdentity,
     Verifiers,
     make_verifiers,
-    read_password,
+    read_secret,
     server_identity,
 )
 from metamq.zk.cluster.users import USERS_MAX, _read, users_json, with_user, without_user
@@ -201,11 +201,11 @@ def test_a_password_file(tmp_path: Path) -> None:
     for content, problem in ((b"", "is empty"), (b"\n", "is empty"), (b"\xff\xfe", "is not UTF-8")):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=problem):
-            read_password(str(path))
+            read_secret(str(path), "password")
     path.write_text("secret word\nignored\n")
-    assert read_password(str(path)) == "secret word"
+    assert read_secret(str(path), "password") == "secret word"
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_password(str(tmp_path / "none"))
+        read_secret(str(tmp_path / "none"), "password")
 
 
 def test_users_are_stored_and_read_back(users: Any) -> None:

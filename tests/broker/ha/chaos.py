@@ -560,4 +560,20 @@ class Chaos:
                 return all(linked) and insync == list(range(REPLICAS)) and self.storage.is_decided
             return False
 
-        wait_until(all_in_sync, limit_s=limit_s, what="all replicas in sync")
+        try:
+            wait_until(all_in_sync, limit_s=limit_s, what="all replicas in sync")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._shown()}") from None
+
+    def _shown(self) -> str:
+        """The state of each replica, and the end of its log."""
+        mended = self.storage.is_mended, self.storage.is_decided
+        lines = [f"master {self.master()}; is mended, is decided: {mended}"]
+        for number, replica in enumerate(self.group.replicas):
+            try:
+                found: object = self.group.replication(number)
+            except MetamqError as error:
+                found = error
+            log = "\n    ".join(replica.log_path.read_text().splitlines()[-20:])
+            lines.append(f"replica {number}, running: {replica.running}: {found}\n    {log}")
+        return "\n".join(lines)
