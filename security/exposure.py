@@ -12,12 +12,14 @@ EXPOSED_HINT = (
 def is_exposed(host: str) -> bool:
     """True if other machines may connect to a server that listens at `host`; names other than localhost count as
     such."""
-    if host == "localhost":
+    if host.lower().rstrip(".") == "localhost":
         return False
     try:
-        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return True
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return not (mapped or address).is_loopback
 
 
 def exposure(host: str, port: int) -> str:

@@ -215,20 +215,32 @@ class Access:
         if (refusal := self.refusal(right, topic)) is not None:
             raise refusal
 
-    def check_transactions(self) -> None:
+    def check_begins(self) -> None:
         """Raises NotAuthorized if the client may write no topic, and does not end transactions as an operator."""
-        if self.is_limited and not self._table.gives_any(self.principal, WRITE) and not self.may_recover:
+        if not self.may_begin and not self.may_recover:
             raise self._refusal(WRITE, str(Resource(TOPIC, "*")))
+
+    @property
+    def may_begin(self) -> bool:
+        """True if the client may write to any topic."""
+        return not self.is_limited or self._table.gives_any(self.principal, WRITE)
 
     @property
     def may_recover(self) -> bool:
         """True if the client may see and end the transactions of others."""
         return not self.is_limited or self._may(RECOVER, Resource(CLUSTER))
 
-    def check_owner(self, owner: str) -> None:
-        """Raises NotAuthorized if another principal owns the transaction, and the client may not recover."""
-        if owner != self.principal and not self.may_recover:
-            raise self._refusal(RECOVER, CLUSTER, hint="Another user or certificate began this transaction.")
+    def is_owner(self, owner: str, on_behalf: str) -> bool:
+        """True if `owner`, who began a transaction, is this client; a broker acts on behalf of others."""
+        return owner == (on_behalf if self.principal == BROKERS else self.principal)
+
+    def check_owner(self, owner: str, on_behalf: str) -> None:
+        """Raises NotAuthorized if another principal began the transaction, and the client may not end it as an
+        operator. A broker may not: clients tell it which transactions to end."""
+        if not self.is_owner(owner, on_behalf) and (self.principal == BROKERS or not self.may_recover):
+            raise self._refusal(
+                "end or change", "this transaction: another user or certificate began it", _RECOVER_HINT
+            )
 
     def check_cluster(self, right: str) -> None:
         """Raises NotAuthorized."""
@@ -241,7 +253,7 @@ class Access:
         With it and the right number a client could make the broker take another's next batch for a repeated one.
         """
         if self.is_limited and producer_id and producer_id >> PRODUCER_RANDOM_BITS != self.producer_prefix:
-            raise self._refusal("use another's producer id in", str(Resource(TOPIC, topic)))
+            raise self._refusal("use this producer id in", str(Resource(TOPIC, topic)), _PREFIX_HINT)
 
     def check_is_broker(self) -> None:
         """Raises NotAuthorized unless the client has the certificate of the brokers, or security is off."""
@@ -258,6 +270,8 @@ class Access:
 
 
 REMEMBERED_MAX = 1000
+_RECOVER_HINT = "The right `recover cluster` allows it."
+_PREFIX_HINT = "The client must be of a release that takes the prefix of its producer ids from the broker."
 NO_RULES = RuleTable(())
 UNLIMITED = Access("", NO_RULES, is_secure=False)
 """The Access of each client if security is off."""

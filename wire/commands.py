@@ -244,6 +244,8 @@ class Tx(NamedTuple):
     broker, with the epoch that START returned there. Empty: the transaction manager decides."""
     followers: Annotated[list[int], AtMost(FOLLOWERS_MAX)] = []  # noqa: RUF012
     """DECIDE: pairs of broker id and epoch, of the branches with the same id that follow."""
+    principal: str = ""
+    """From a broker that ends branches by itself: the principal of the branch for which it acts."""
 
 
 class TxReply(NamedTuple):

@@ -5,8 +5,8 @@
     command   a replica joined, a promotion was asked for, or an operator ended a transaction
 
 A thread writes the lines, so a slow disk delays no request. A client can cause at most LINES_PER_S lines of a kind in a
-second, all clients together ALL_LINES_PER_S; the next line says how many were left out. Lines have no secret: passwords
-never come to a broker.
+second, all clients together ALL_LINES_PER_S; the next line says how many were left out. Commands have no such limit.
+Lines have no secret: passwords never come to a broker.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Audit:
         self._source = {"broker": config.id, "replica": config.replica}
         self._second = 0
         self._lines: Counter[tuple[str, str, str]] = Counter()
+        self._written = 0
+        """Lines of this second that count for the limit of all clients."""
         self._left_out = 0
         self._queue: queue.Queue[str | None] = queue.Queue(WAITING_MAX)
         self._thread: threading.Thread | None = None
@@ -85,13 +87,16 @@ class Audit:
             return
         now_s = time.time()
         if int(now_s) != self._second:
-            self._second = int(now_s)
+            self._second, self._written = int(now_s), 0
             self._lines.clear()
-        key = event, principal, peer.rpartition(":")[0]
-        self._lines[key] += 1
-        if self._lines[key] > LINES_PER_S or self._lines.total() > ALL_LINES_PER_S:
-            self._left_out += 1
-            return
+        # The name in a failed login is of the client's choice: it gives no more lines.
+        key = event, principal if allowed or event != LOGIN else "", peer.rpartition(":")[0]
+        if event != COMMAND:
+            if self._lines[key] >= LINES_PER_S or self._written >= ALL_LINES_PER_S:
+                self._left_out += 1
+                return
+            self._lines[key] += 1
+            self._written += 1
         line = {
             "time": datetime.fromtimestamp(now_s, UTC).isoformat(timespec="milliseconds"),
             **self._source,

@@ -31,6 +31,10 @@ def _each_topic(access: Access) -> None:
     """Needs a right on the topic of each entry, which the processor of the command checks."""
 
 
+def _each_branch(access: Access) -> None:
+    """Needs to own the branch, or a right, which metamq.broker.transactions.ownership checks."""
+
+
 NEEDS: Mapping[int, Check] = {
     Command.HELLO: _none,
     Command.AUTHENTICATE: _none,
@@ -40,8 +44,8 @@ NEEDS: Mapping[int, Check] = {
     Command.OFFSETS: _each_topic,  # READ
     Command.STATS: _cluster(DESCRIBE),
     Command.PROMOTE: _cluster(PROMOTE),
-    Command.TX: lambda access: access.check_transactions(),  # and WRITE on each topic
-    Command.BRANCHES: lambda access: access.check_transactions(),  # RECOVER shows all of others
+    Command.TX: _each_branch,  # and WRITE on each topic
+    Command.BRANCHES: _each_branch,  # RECOVER shows all of others
 }
 
 

@@ -451,9 +451,9 @@ class Broker:
         self._parts.scrubber.close()
         if self._status is not None:
             self._status.close()
-        self._audit.close()
         self._files.close()
         self._folder.close(clean=clean)
+        self._audit.close()
         log.info("broker %d has stopped", self.config.id)
 
     async def _drain(self) -> None:

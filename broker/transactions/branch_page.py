@@ -1,8 +1,9 @@
 """The answer to BRANCHES: a page of the open branches.
 
-A client without `recover cluster` sees its own branches, and of others only the ids of those that are prepared, without
-their size and session. The ids are not secret: a recoverer forgets a decision once nobody has a prepared branch of the
-transaction, and one that it is not shown, since it has another user now, would lose its decision. It cannot end them.
+A client without `recover cluster` sees its own branches. If it may write to any topic, it also sees the ids and states
+of branches of others that are prepared, or decided by an operator, without their size and session. It cannot end them,
+and their ids are not secret: a recoverer forgets a decision once no broker has a prepared branch of the transaction. A
+branch that it is not shown, since it has another user now, would lose its decision.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def branch_page(term: TransactionTerm, query: Branches, access: Access) -> Branc
         return sees_all or branch.principal == access.principal
 
     behind = [branch for branch in term.store.branches.values() if branch.epoch > query.after_epoch]
-    found = [b for b in behind if b.state in PROMISED or (query.all and is_open(b))]
+    shown = PROMISED if access.may_begin else ()
+    found = [b for b in behind if b.state in shown or (is_open(b) and (query.all or b.state in PROMISED))]
     found.sort(key=lambda branch: branch.epoch)
     page = [_info(branch) if is_open(branch) else _only_id(branch) for branch in found[:PAGE]]
     return BranchesReply(term.history, page, len(found) > PAGE)

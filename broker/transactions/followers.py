@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 
 from metamq.client.net.branches import Branch, TxClient, new_session
 from metamq.client.net.cluster import ClusterClient
-from metamq.errors import BranchNotKnown, HeuristicOutcome, MetamqError, OutcomeUnknown, TransactionError
+from metamq.errors import BranchNotKnown, HeuristicOutcome, MetamqError, NotAuthorized, OutcomeUnknown, TransactionError
 from metamq.tx.store.table import BranchPhase
-from metamq.wire.xa import Verb, XACode, Xid
+from metamq.wire.xa import Verb, XACode
 
 if TYPE_CHECKING:
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
@@ -101,7 +101,7 @@ class Followers:
     async def _resolve(self, client: _Patient, branch: BranchState) -> None:
         """Asks the decider of a prepared branch, and ends the branch by its answer."""
         broker_id, generation, epoch = branch.follows
-        decider = self._branch(branch.xid, broker_id, epoch)
+        decider = self._branch(branch, broker_id, epoch)
         try:
             await client.ask(decider, Verb.RESOLVE)
             verb = Verb.COMMIT
@@ -112,7 +112,7 @@ class Followers:
                     hint="Decide with `metamq tx commit` or `metamq tx rollback`.",
                 ) from error
             verb = Verb.ROLLBACK
-        await client.ask(self._branch(branch.xid, self._broker_id, branch.epoch), verb)
+        await client.ask(self._branch(branch, self._broker_id, branch.epoch), verb)
         log.info("branch %s: %s, as broker %d says; its client did not end it", branch.xid, verb.name, broker_id)
 
     async def _commit_followers(self, client: _Patient, branch: BranchState) -> None:
@@ -123,13 +123,13 @@ class Followers:
             if broker_id in committed:
                 continue
             try:
-                await self._commit_follower(client, self._branch(branch.xid, broker_id, epoch))
+                await self._commit_follower(client, self._branch(branch, broker_id, epoch))
                 committed.add(broker_id)
             except MetamqError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
-        await client.ask(self._branch(branch.xid, self._broker_id, branch.epoch), Verb.FORGET)
+        await client.ask(self._branch(branch, self._broker_id, branch.epoch), Verb.FORGET)
 
     async def _commit_follower(self, client: _Patient, follower: Branch) -> None:
         try:
@@ -139,10 +139,10 @@ class Followers:
                 raise
             await client.ask(follower, Verb.FORGET)  # an operator was faster
 
-    def _branch(self, xid: Xid, broker_id: int, epoch: int) -> Branch:
-        branch = Branch(xid, broker_id, new_session())
-        branch.epoch = epoch
-        return branch
+    def _branch(self, own: BranchState, broker_id: int, epoch: int) -> Branch:
+        """Returns a branch of the same transaction. A client has named it, so it counts only if it belongs to the same
+        principal: else a client could end the branches of others by the rights of this broker."""
+        return Branch(own.xid, broker_id, new_session(), epoch, principal=own.principal)
 
 
 class _Patient:
@@ -160,6 +160,6 @@ class _Patient:
         try:
             await self._client.ask(branch, [verb], timeout_s=ASK_S)
         except MetamqError as error:
-            if isinstance(error, OutcomeUnknown) or not isinstance(error, TransactionError):
+            if isinstance(error, OutcomeUnknown) or not isinstance(error, TransactionError | NotAuthorized):
                 self._silent.add(broker_id)
             raise

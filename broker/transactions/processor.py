@@ -25,7 +25,7 @@ from metamq.broker.log_once import LogOnce
 from metamq.broker.transactions.branch_page import branch_page
 from metamq.broker.transactions.commits import CommitApplier, log_completed
 from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, Appender, Follower, JournalStore, Written, read_journal
-from metamq.broker.transactions.ownership import check_request, check_verb
+from metamq.broker.transactions.ownership import check_arrival, check_verb
 from metamq.broker.transactions.term import PROMISES, Figures, SessionConnection, TransactionTerm, TxRequest, check_tx
 from metamq.broker.transactions.upkeep import Guards, Upkeep
 from metamq.errors import (
@@ -237,11 +237,11 @@ class TransactionalCommandProcessor:
         term = self._ready()
         header = headers.unpack(Tx, request.header)
         check_tx(header)
-        check_request(header, connection.access)
         try:
             work = TxRequest(request, connection, header, Xid.unpack(header.xid))
         except KeyError as error:
             raise ProtocolError(f"a TX with a verb that this broker does not know: {error}") from None
+        check_arrival(term, work)
         self._take_bodies(work)
         queue = term.queues.setdefault(work.xid, deque())
         if len(queue) >= WAITING_MAX:

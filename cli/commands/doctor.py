@@ -248,7 +248,7 @@ async def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
     hosts = {host.strip() for broker in cluster.brokers.values() for host in broker.host.split(",")} | zookeepers
     exposed = sorted(filter(is_exposed, hosts))
     if not exposed:
-        return Finding(what, "ok", "off, and only this machine reaches the servers")
+        return Finding(what, "ok", "off, and clients use only addresses of this machine")
     problem = f"off: whoever reaches {listed(exposed)} may read and change everything"
     return Finding(what, "warning", problem, EXPOSED_HINT)
 

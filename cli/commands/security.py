@@ -27,7 +27,7 @@ from metamq.cli.show.progress import progress_bar
 from metamq.client.net.first_contact import open_session
 from metamq.errors import ConfigError
 from metamq.security.config import LOOPBACK
-from metamq.zk.cluster.node_acls import correct_nodes, wrong_nodes
+from metamq.zk.cluster.node_acls import brokers_without_certificate, correct_nodes, wrong_nodes
 
 if TYPE_CHECKING:
     from metamq.security.certificates import CertificateInfo
@@ -215,10 +215,22 @@ async def _migrate(yes: bool, output: str) -> None:
     async with await open_session(current().access(), patient=False) as session:
         paths = await wrong_nodes(session)
         where = f"{session.paths.root} in ZooKeeper at {session.servers}"
+        if running := await brokers_without_certificate(session):
+            raise ConfigError(
+                f"running brokers have no certificate at ZooKeeper, and would end: {listed(running)}",
+                hint="Restart them with METAMQ_SECURITY_DIR first.",
+            )
+        refused = []
         if paths:
             confirm([f"Other clients can change {count(len(paths), 'node')} of {where}: {listed(paths)}."], yes=yes)
             with progress_bar("Correcting", len(paths), unit="nodes") as advance:
-                await correct_nodes(session, paths, advance)
+                refused = await correct_nodes(session, paths, advance)
+    if refused:
+        raise ConfigError(
+            f"{count(len(refused), 'node')} of {where} belong to another client, which does not allow a change: "
+            f"{listed(refused)}",
+            hint="Is METAMQ_SECURITY_ROLE admin? Then delete them as ZooKeeper's superuser.",
+        )
     if output == "json":
         print_json({"corrected": paths})
     else:

@@ -230,8 +230,8 @@ def zookeeper(
             else:
                 name = "ZooKeeper" if ensemble is None else f"Server {ensemble.number} of ZooKeeper's ensemble"
                 say(f"{name} serves at {server.address}. Ctrl-C stops it.")
-                if not security.is_on and is_exposed(host):
-                    say(f"Warning: {exposure(host, server.port)}. {EXPOSED_HINT}")
+            if not security.is_on and is_exposed(host):
+                say(f"Warning: {exposure(host, server.port)}. {EXPOSED_HINT}")
             while not signals.wait(POLL_S):
                 server.check_running()
                 server.renew()

@@ -86,6 +86,8 @@ class Branch:
     batches: int = 0
     """The number of batches that this session has sent and the broker has accepted."""
     history: str = ""
+    principal: str = ""
+    """In a broker: the principal for which it acts."""
 
 
 @dataclass(eq=False, repr=False)
@@ -104,6 +106,7 @@ class _Request:
         return Tx(
             [*branch.xid], branch.epoch, branch.session, [*self.verbs], timeout_ms, messages,
             branch.batches, [one.entry for one in self.batches], [*follows], [*followers],
+            branch.principal,
         )  # fmt: skip
 
     def leave_out_what_is_done(self) -> None:

@@ -165,7 +165,7 @@ class Committer:
             problem = f"{self._what(batch_id)} is decided, but readers do not see it yet: {error.problem}"
             hint = "Start the query again: it finishes that first."
             if self._is_job:
-                hint = "Do not write it again: the next exactly-once batch write of any user finishes it."
+                hint = "Do not write it again: the next exactly-once batch write of the same user finishes it."
         else:
             problem = f"it is unknown if {self._what(batch_id)} was decided: {error.problem}"
             hint = "Start the query again: it finds out."

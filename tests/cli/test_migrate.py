@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from metamq import Admin, Consumer, Producer
+from metamq import Admin, Consumer, Producer, SecurityConfig
 from metamq.errors import NotAuthorized
+from metamq.security.tls import client_security
 from metamq.testing import BrokerProcess
 from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.session.acls import acl_of
+from metamq.zk.session.session import Session
 from tests.cli.conftest import Metamq
 from tests.parts import SLOW_S, read_to_end
 from tests.security.certificate_folder import client_of, make_folder, secured
+
+
+def beside_an_open_broker(zookeeper: str, security: SecurityConfig, do: Callable[[], str]) -> str:
+    """Registers a broker as one without a certificate does, and returns what `do` returns meanwhile."""
+
+    async def run() -> str:
+        async with await Session.open(zookeeper, security=client_security(security)) as session:
+            path = session.paths.master(7)
+            await session.create(path, ephemeral=True, makepath=True)
+            await session.set_acl(path, acl_of(session.paths, "/elsewhere"))
+            return await asyncio.to_thread(do)
+
+    return asyncio.run(run())
 
 
 @pytest.mark.slow
@@ -44,6 +62,9 @@ def test_an_open_cluster_becomes_a_secure_one(offline: Metamq, tmp_path: Path, m
         assert plan.status == 1
         assert "Other clients can change " in plan.talk
         assert found()["status"] == "warning", "without --yes nothing is done"
+        assert "and would end: /meta/brokers/ids/7/master" in beside_an_open_broker(
+            server.address, security, lambda: offline("security", "migrate", "--yes").talk
+        )
         corrected = offline("security", "migrate", "--yes", "-o", "json").json["corrected"]
         assert {"/meta", "/meta/config/topics/flights", "/meta/brokers/ids/0/state"} <= {*corrected}
         assert offline("security", "migrate", "--yes", "-o", "json").json == {"corrected": []}

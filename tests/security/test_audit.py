@@ -66,22 +66,26 @@ def test_one_client_cannot_fill_the_log_and_hides_nobody(
     made: tuple[Audit, Path], clock: Callable[[float], None]
 ) -> None:
     log, path = made
-    for port in range(50):
+    for port in range(2 * audit.ALL_LINES_PER_S):
         log.record(REFUSED, "noisy", f"10.0.0.1:{port}", "read topic:x", allowed=False)
+        log.record(LOGIN, f"name of its choice {port}", f"10.0.0.2:{port}", "SCRAM", allowed=False)
     log.record(REFUSED, "other", "10.0.0.1:1", "read topic:x", allowed=False)
     clock(1_000_001.0)
     log.record(REFUSED, "noisy", "10.0.0.1:1", "read topic:x", allowed=False)
     log.close()
     found = [line for file in sorted(path.parent.iterdir(), reverse=True) for line in lines_of(file)]
-    assert [line["principal"] for line in found] == ["noisy"] * audit.LINES_PER_S + ["other", "noisy"]
-    assert [line.get("left_out", 0) for line in found[-2:]] == [50 - audit.LINES_PER_S, 0]
+    assert len(found) == 2 * audit.LINES_PER_S + 2
+    assert [line["principal"] for line in found[-2:]] == ["other", "noisy"]
+    assert [line.get("left_out", 0) for line in found[-2:]] == [4 * audit.ALL_LINES_PER_S - 2 * audit.LINES_PER_S, 0]
 
 
 def test_all_clients_together_have_a_limit(made: tuple[Audit, Path], clock: Callable[[float], None]) -> None:
     log, _path = made
     for number in range(audit.ALL_LINES_PER_S + 7):
-        log.record(LOGIN, f"user{number}", "10.0.0.1:1", "", allowed=False)
+        log.record(REFUSED, f"user{number}", "10.0.0.1:1", "", allowed=False)
     assert log._left_out == 7
+    log.record(COMMAND, "admin", "10.0.0.1:1", "PROMOTE", allowed=True)
+    assert log._left_out == 0, "a command is always written, and says how many lines are missing"
 
 
 def test_files_are_rotated(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
+from kazoo.security import make_acl
 
 from metamq import Admin, Consumer, Producer, SecurityConfig
 from metamq.errors import MetamqError, NotAuthorized
 from metamq.security.certificates import Authority
 from metamq.security.tls import client_security
 from metamq.testing import Cluster, cluster
-from metamq.zk.cluster.node_acls import wrong_nodes
+from metamq.zk.cluster.node_acls import correct_nodes, wrong_nodes
 from metamq.zk.nodes import ANY_VERSION, Create, Delete
 from metamq.zk.paths import Paths
 from metamq.zk.session.acls import acl_of, differs
@@ -105,6 +106,24 @@ async def outcome(change: Awaitable[object]) -> str:
     except MetamqError as error:
         return type(error).__name__
     return "done"
+
+
+def test_a_node_that_a_stranger_owns_is_found_and_told(owned: Cluster, authority: Authority) -> None:
+    """Of the time when the cluster was open. Its owner alone can change it, or ZooKeeper's superuser."""
+    path = f"{PATHS.root}/config/strange"
+    theirs = [make_acl("x509", "CN=etl", all=True)]
+
+    async def take(session: Session) -> None:
+        await session.create(path)
+        await session.set_acl(path, theirs)
+
+    async def look(session: Session) -> None:
+        assert await wrong_nodes(session) == [path]
+        assert await correct_nodes(session, [path], lambda amount: None) == [path]
+        await session.delete(path, ANY_VERSION)
+
+    run(owned, secured(authority.folder), take)
+    run(owned, secured(authority.folder), look)
 
 
 def test_users_and_rules_are_not_shown(owned: Cluster, stranger: SecurityConfig) -> None:

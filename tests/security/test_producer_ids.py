@@ -26,7 +26,7 @@ def test_only_its_own_ids() -> None:
     for allowed in (0, own):
         access.check_producer(allowed, "orders")
     for forbidden in (others, 1):
-        with pytest.raises(NotAuthorized, match="'etl' may not use another's producer id in topic:orders"):
+        with pytest.raises(NotAuthorized, match="'etl' may not use this producer id in topic:orders"):
             access.check_producer(forbidden, "orders")
     assert UNLIMITED.producer_prefix == 0
     for free in (UNLIMITED, Access("admin", NO_RULES)):

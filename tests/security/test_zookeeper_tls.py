@@ -142,3 +142,29 @@ def test_an_ensemble(tmp_path: Path, folder: Path) -> None:
             server.kill()
             assert asyncio.run(use(address)) == b"stored"
             server.restart()
+
+
+@pytest.mark.slow
+def test_a_zookeeper_that_was_replaced_is_recognised(tmp_path: Path, folder: Path) -> None:
+    """It refuses the session permanently, without a message: the client begins another one."""
+    security, port = SecurityConfig(dir=str(folder)), free_port()
+    servers = [EmbeddedZooKeeper(tmp_path / name, port, security=security) for name in ("former", "new")]
+
+    async def run() -> None:
+        await asyncio.to_thread(servers[0].start)
+        async with await opened(servers[0].address, client_of(folder, "admin")) as session:
+            for number in range(20):
+                await session.create(f"/of-the-former-{number}")
+            before = session.session_id
+            await asyncio.to_thread(servers[0].stop)
+            await asyncio.to_thread(servers[1].start)
+            async with asyncio.timeout(SLOW_S):
+                while session.session_id == before or await session.exists("/of-the-former-1"):
+                    await asyncio.sleep(0.05)
+                    await session.connected()
+
+    try:
+        asyncio.run(run())
+    finally:
+        for server in servers:
+            server.stop()

@@ -136,7 +136,7 @@ class Recoverer:
         old = self._do(database, outcomes.older(database, now_us - int(COMMITS_KEPT_S * 1e6), COMMIT))
         old += self._do(database, outcomes.older(database, now_us - int(ABORTS_KEPT_S * 1e6), ABORT))
         known, unreachable = self._background.run(self._known(identity))
-        branches = [branch for branch in known if branch.state == PREPARED]
+        branches = [one for one in known if one.state == PREPARED and one.owner]  # without it another user began it
         now_s = time.monotonic()
         self._seen = {key: self._seen.get(key, now_s) for key in map(_key, branches)}
         done: Counter[str] = Counter()

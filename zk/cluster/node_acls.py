@@ -39,27 +39,48 @@ async def wrong_nodes(session: Session, *, enough: int | None = None) -> list[st
 
 
 async def _look_at(session: Session, path: str) -> tuple[str, bool, list[str]]:
-    """Returns the path, if its list is wrong, and its children. A node that is private, or gone, is none of ours."""
+    """Returns the path, if its list is wrong, and its children. A node that cannot be read, except of users and rules,
+    belongs to another client: that is wrong, too."""
     try:
         found, children = await asyncio.gather(session.acl(path), session.children(path))
-    except (NoNode, NotAuthorized):
+    except NoNode:
         return path, False, []
+    except NotAuthorized:
+        return path, not f"{path}/".startswith(f"{session.paths.security()}/"), []
     return path, differs(found, acl_of(session.paths, path)), children
 
 
-async def correct_nodes(session: Session, paths: list[str], progress: Callable[[int], None]) -> None:
-    """Gives the nodes their lists. `progress` gets the number of nodes of each step. May be repeated after an error.
-
-    Raises NotAuthorized if the session has no right to do that, ConnectionLost.
-    """
+async def correct_nodes(session: Session, paths: list[str], progress: Callable[[int], None]) -> list[str]:
+    """Gives the nodes their lists, and returns those that belong to another client, which did not allow it. `progress`
+    gets the number of nodes of each step. May be repeated after an error. Raises ConnectionLost."""
+    refused: list[str] = []
     for start in range(0, len(paths), AT_ONCE):
         some = paths[start : start + AT_ONCE]
-        await asyncio.gather(*(_correct(session, path) for path in some))
+        done = await asyncio.gather(*(_is_corrected(session, path) for path in some))
+        refused += [path for path, is_done in zip(some, done, strict=True) if not is_done]
         progress(len(some))
+    return refused
 
 
-async def _correct(session: Session, path: str) -> None:
+async def _is_corrected(session: Session, path: str) -> bool:
     try:
         await session.set_acl(path, acl_of(session.paths, path))
     except NoNode:
-        return
+        pass
+    except NotAuthorized:
+        return False
+    return True
+
+
+async def brokers_without_certificate(session: Session) -> list[str]:
+    """Returns the registrations of running brokers that ZooKeeper does not know by a certificate. They would lose the
+    right to change their own nodes."""
+    folders = await session.children_or_none(session.paths.broker_ids()) or []
+    found = []
+    for folder in sorted(folders):
+        path = f"{session.paths.broker_ids()}/{folder}"
+        for name in sorted(await session.children_or_none(path) or []):
+            node = await session.get_or_none(f"{path}/{name}")
+            if node is not None and node.ephemeral_owner and (await _look_at(session, f"{path}/{name}"))[1]:
+                found.append(f"{path}/{name}")
+    return found

@@ -117,11 +117,7 @@ async def had_slaves(session: Session, broker_id: int) -> bool:
 async def slaves_of(session: Session, broker_id: int, watch: Watcher | None = None) -> list[BrokerAddress]:
     """The registered slaves of a broker id, by number. `watch` is called once if any of them changes."""
     folder = session.paths.broker(broker_id)
-    try:
-        names = await session.children(folder, watch=watch)
-    except NoNode:
-        await session.ensure(folder)
-        names = await session.children(folder, watch=watch)
+    names = await session.children_or_none(folder, watch) or []
     numbers = sorted(int(match[1]) for match in map(_SLAVE.fullmatch, names) if match)
     nodes = await asyncio.gather(*(session.get_or_none(session.paths.slave(broker_id, number)) for number in numbers))
     found: list[BrokerAddress] = []

@@ -36,7 +36,10 @@ _UNKNOWN_OUTCOMES = (
 
 # In the answer to a transaction: the results before and after the failed operation.
 _NOT_THE_CAUSE = (kazoo_errors.RolledBackError, kazoo_errors.RuntimeInconsistency)
-_OWNERS_HINT = "Only the certificates `brokers` and `admin` may. An administrator sets METAMQ_SECURITY_ROLE=admin."
+_OWNERS_HINT = (
+    "Only the certificates `brokers` and `admin` may. An administrator sets METAMQ_SECURITY_ROLE=admin. If this "
+    "process has one of them: ZooKeeper must ask for certificates, ssl.clientAuth=want."
+)
 _NO_X509_HINT = "Set ssl.clientAuth=want in ZooKeeper, or connect without TLS: METAMQ_SECURITY_ZOOKEEPER_TLS=false."
 
 

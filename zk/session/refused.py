@@ -9,11 +9,13 @@ client a session. So the conclusion is safe enough if another session is given b
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from metamq.security.tls import FreshContext
     from metamq.zk.session.attempts import ConnectAttempts
 
 REFUSED_WITHIN_S = 3.0
@@ -29,11 +31,14 @@ _TIMEOUT_MS = 1000
 
 
 async def is_refused_alone(
-    attempts: ConnectAttempts, is_suspended: Callable[[], bool], hosts: Sequence[tuple[str, int]]
+    attempts: ConnectAttempts,
+    is_suspended: Callable[[], bool],
+    hosts: Sequence[tuple[str, int]],
+    tls: FreshContext | None,
 ) -> bool:
     """Watches while the session has no connection; returns True when servers refuse it permanently."""
     while is_suspended():
-        is_first = await _is_refused(attempts, is_suspended) and await _gives_session(hosts)
+        is_first = await _is_refused(attempts, is_suspended) and await _gives_session(hosts, tls)
         if is_first and await _is_refused(attempts, is_suspended):
             return is_suspended()
     return False
@@ -50,16 +55,17 @@ async def _is_refused(attempts: ConnectAttempts, is_suspended: Callable[[], bool
     return False
 
 
-async def _gives_session(hosts: Sequence[tuple[str, int]]) -> bool:
+async def _gives_session(hosts: Sequence[tuple[str, int]], tls: FreshContext | None) -> bool:
     """True if one of the servers begins a session with a new client; that session is ended at once."""
-    begun = await asyncio.gather(*(_begins_session(host, port) for host, port in hosts))
+    context = tls.current() if tls is not None else None
+    begun = await asyncio.gather(*(_begins_session(host, port, context) for host, port in hosts))
     return any(begun)
 
 
-async def _begins_session(host: str, port: int) -> bool:
+async def _begins_session(host: str, port: int, context: ssl.SSLContext | None) -> bool:
     try:
         async with asyncio.timeout(ASK_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
             try:
                 writer.write(_CONNECT.pack(_CONNECT.size - 4, 0, 0, _TIMEOUT_MS, 0, 16, b"", False))
                 session_id = _CONNECTED.unpack(await reader.readexactly(_CONNECTED.size))[3]

@@ -521,7 +521,8 @@ class Session:
             self._loop.call_soon(listener, state)
 
     async def _leave_refusing_servers(self) -> None:
-        if await is_refused_alone(self._link.attempts, lambda: self.state is SessionState.SUSPENDED, self._hosts):
+        attempts, tls = self._link.attempts, self.security.zookeeper
+        if await is_refused_alone(attempts, lambda: self.state is SessionState.SUSPENDED, self._hosts, tls):
             log.warning(
                 "ZooKeeper at %s gives sessions, but refuses this one permanently: it was replaced, or restored from a "
                 "copy. Beginning a new session", self.servers,
