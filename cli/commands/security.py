@@ -199,7 +199,8 @@ def migrate(yes: bool, output: str) -> int:
     as an administrator, once all brokers run with security. It may be repeated.
 
     \b
-    METAMQ_SECURITY_ROLE=admin metamq security migrate
+    metamq security migrate          shows the plan
+    metamq security migrate --yes
     """
     access = current().access()
     if not access.security.is_on or not access.security.zookeeper_tls:

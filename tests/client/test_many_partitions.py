@@ -79,6 +79,7 @@ class Paper:
 
     address = "broker:1"
     alive = True
+    producer_prefix = 0
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
