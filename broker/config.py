@@ -38,7 +38,7 @@ class BrokerConfig:
     audit: str = ""
     """File of the audit log; `-` is standard error, empty is none."""
     audit_bytes_max: int = 64 * MEBIBYTE
-    """The audit log goes on in a new file at this size. Five older files are kept."""
+    """The size at which the audit log begins a new file. Five older files are kept."""
     http_port: int = 8120
     """Port of /metrics, /healthz and /readyz; 0 takes a free one, -1 serves none."""
     http_host: str = ""

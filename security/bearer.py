@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -176,8 +175,3 @@ def _keys_of(path: Path) -> list[Any]:
     if not found:
         raise ConfigError(f"the file {path} has no public key for signatures", hint=hint)
     return found
-
-
-def seconds_left(expires_s: float) -> float:
-    """Returns the seconds until a token expires, at least 0."""
-    return max(0.0, expires_s - time.time())

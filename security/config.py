@@ -14,6 +14,8 @@ CA, REVOKED = "ca.crt", "revoked.crl"
 """Files in the folder of `metamq security init`."""
 BROKERS, ZOOKEEPER, ADMIN = "brokers", "zookeeper", "admin"
 """The principals that it makes certificates for."""
+RESERVED = (ADMIN, BROKERS, ZOOKEEPER)
+"""Names that no user may have."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Hosts for which each server's certificate is valid."""
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metamq.errors import ConfigError
 from metamq.security.bearer import TokenLogin, TokenVerifier
-from metamq.security.config import ADMIN, BROKERS, ZOOKEEPER
+from metamq.security.config import BROKERS, RESERVED
 from metamq.security.login import ClientLogin, ServerIdentity, check_library, read_secret, server_identity
 from metamq.security.names import check_name
 
@@ -142,7 +142,7 @@ def token_verifier(config: SecurityConfig) -> TokenVerifier:
     """Returns the verifier of tokens. Raises ConfigError."""
 
     def check_user(name: str) -> None:
-        if name in (ADMIN, BROKERS, ZOOKEEPER):
+        if name in RESERVED:
             raise ConfigError(f"{name!r} is the name of a certificate of the cluster")
         check_name(name)
 

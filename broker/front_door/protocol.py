@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, cast
@@ -35,7 +36,6 @@ from metamq.broker.front_door.fetch_session import FetchSession
 from metamq.broker.front_door.slices import SlicedWork
 from metamq.broker.log.disk.files import descriptors_max
 from metamq.errors import AuthenticationFailed, MetamqError, NotAuthorized, ProtocolError
-from metamq.security.bearer import BEARER, seconds_left
 from metamq.security.login import MECHANISMS, BrokerLogin
 from metamq.security.rights import NO_RULES, READ, Access, producer_prefix
 from metamq.security.tls import principal_of
@@ -145,8 +145,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self.principal = principal_of(self._tls)
         greeting = self._door.greeting()
         if self._tls is not None and not self.principal:
-            tokens = [BEARER] if self._door.users.tokens is not None else []
-            greeting = greeting._replace(mechanisms=[*MECHANISMS, *tokens])
+            tokens = self._door.users.tokens
+            greeting = greeting._replace(mechanisms=[*MECHANISMS, *([tokens.mechanism] if tokens is not None else [])])
         elif self.principal:
             greeting = greeting._replace(producer_prefix=producer_prefix(self.principal))
         self._connection = ServerConnection(self.peer, greeting, self._door.requests.rooms.take)
@@ -273,7 +273,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if is_done:
             self._is_open()
             if self._login.expires_s:
-                self._expiry = self._loop.call_later(seconds_left(self._login.expires_s), self._token_expired)
+                self._expiry = self._loop.call_later(self._login.expires_s - time.time(), self._token_expired)
 
     def _token_expired(self) -> None:
         log.info("%s: the token of %s has expired: closed", self.peer, self.principal)

@@ -172,7 +172,7 @@ class TransactionTerm:
     def check_order(self, partition: Partition) -> None:
         """Raises CommitsFirst if the partition lacks commits: a message that is stored now would overtake them.
 
-        A damaged journal stops only transactions, since nobody knows when it applies its commits.
+        A damaged journal stops only transactions: its commits cannot be read.
         """
         lacks_commits = partition.key in self.commits_first or partition.key in self.commits.lacking
         if lacks_commits and self.refused is None and self.journal.partition.closed_by is None:

@@ -43,7 +43,7 @@ _SETTINGS = (
      "Host that clients connect to, if it is not --host. Of several (a,b), a client uses one that works."),
     ("--data", "data", FOLDER, "Data folder; each broker needs its own.  [./metamq-data/broker]"),
     ("--audit", "audit", FOLDER, "File of the audit log, `-` for standard error.  [none]"),
-    ("--audit-bytes-max", "audit_bytes_max", SIZE, "The audit log goes on in a new file at this size.  [64MiB]"),
+    ("--audit-bytes-max", "audit_bytes_max", SIZE, "Size at which the audit log begins a new file.  [64MiB]"),
     ("--http-port", "http_port", click.IntRange(-1, 65535),
      "Port of /metrics, /healthz, /readyz; 0 takes a free port, -1 none.  [8120]"),
     ("--http-host", "http_host", str, "Address of that port.  [the host]"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.errors import AuthenticationFailed, ConfigError, NotAuthorized
 from metamq.security.certificates import Authority
 from metamq.security.tls import client_security
+from metamq.testing import Cluster
 from metamq.wire.commands import Command, Promote, Tx
 from metamq.wire.xa import Verb, Xid
 from tests.one_zookeeper import cluster
@@ -105,6 +107,12 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         Audit(BrokerConfig(audit=str(tmp_path / "missing" / "audit.log")))
 
 
+def metrics(running: Cluster) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{running.broker.http_port}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+
 FULL = """
 import logging, resource, signal, sys
 from metamq.broker.config import BrokerConfig
@@ -143,6 +151,8 @@ def test_a_broker_writes_logins_refusals_and_commands(authority: Authority, name
                 "127.0.0.1", running.broker.port, security=client_security(wrong).brokers, timeout_s=SLOW_S
             )
         wait_until(lambda: len(lines_of(path)) >= 6, what="the lines")
+        counted = metrics(running)
+        assert (counted["metamq_broker_refusals_total"], counted["metamq_broker_failed_logins_total"]) == (1, 1)
         found = [(one["event"], one["principal"], one["what"], one["allowed"]) for one in lines_of(path)]
         assert path.stat().st_mode & 0o777 == 0o640
         assert CANARY not in path.read_text()

@@ -193,7 +193,7 @@ def by_token(authority: Authority, files: Path, text: str) -> SecurityConfig:
 
 
 def test_a_program_with_a_token(running: Cluster, authority: Authority, files: Path) -> None:
-    """It goes on when its token expires: the file has a newer one by then."""
+    """Its connections end with the token, and new ones use the newer token in the file."""
     security = by_token(authority, files, token(in_s=-LEEWAY_S + 3))
     with Producer(running.zookeeper, security=security, linger_ms=0) as producer:
         producer.send("t", b"0").result(SLOW_S)

@@ -18,7 +18,7 @@ from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from metamq.zk.server.ensemble import Ensemble
 from metamq.zk.server.ports import free_port
-from metamq.zk.session.session import Session
+from metamq.zk.session.session import Session, SessionState
 from tests.parts import SLOW_S, wait_until
 from tests.security.certificate_folder import HOSTS, client_of, in_days, make_folder, secured
 
@@ -155,13 +155,15 @@ def test_a_zookeeper_that_was_replaced_is_recognised(tmp_path: Path, folder: Pat
         async with await opened(servers[0].address, client_of(folder, "admin")) as session:
             for number in range(20):
                 await session.create(f"/of-the-former-{number}")
-            before = session.session_id
+            before, lost = session.session_id, asyncio.Event()
+            session.on_state(lambda state: lost.set() if state is SessionState.LOST else None)
             await asyncio.to_thread(servers[0].stop)
             await asyncio.to_thread(servers[1].start)
             async with asyncio.timeout(SLOW_S):
-                while session.session_id == before or await session.exists("/of-the-former-1"):
-                    await asyncio.sleep(0.05)
-                    await session.connected()
+                await lost.wait()
+                await session.connected()
+            assert session.session_id != before
+            assert await session.exists("/of-the-former-1") is None
 
     try:
         asyncio.run(run())

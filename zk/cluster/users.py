@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import ConfigError
-from metamq.security.config import ADMIN, BROKERS, ZOOKEEPER
+from metamq.security.config import RESERVED
 from metamq.security.login import MECHANISMS, Verifier, Verifiers
 from metamq.zk.documents import fields, number, read_document, text
 from metamq.zk.session.change import change_node
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 Users = Mapping[str, Verifiers]
 """The verifiers of each user, by name."""
 USERS_MAX = 1000
-RESERVED = (ADMIN, BROKERS, ZOOKEEPER)
-"""Names that have certificates."""
 ITERATIONS_MAX = 10_000_000
 
 
