@@ -246,5 +246,7 @@ def tls_reason(error: ssl.SSLError) -> tuple[str, str]:
         problem = error.verify_message.rstrip(".")
         hint = "Compare METAMQ_SECURITY_CA with the authority of the broker, and the host with its certificate's hosts."
         return f"its certificate is refused: {problem[:1].lower()}{problem[1:]}", hint
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return ENDED
     known = _REASONS.get(error.reason or "")
     return known or (f"the TLS handshake failed: {(error.reason or str(error)).replace('_', ' ').lower()}", "")

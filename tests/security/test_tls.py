@@ -17,7 +17,7 @@ from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError
 from metamq.security.certificates import Authority
-from metamq.security.tls import ClientSecurity, FreshContext, client_context, client_security
+from metamq.security.tls import ENDED, ClientSecurity, FreshContext, client_context, client_security, tls_reason
 from metamq.testing import Cluster
 from metamq.wire.commands import Command
 from tests.one_zookeeper import cluster
@@ -177,6 +177,12 @@ def test_an_older_tls(secure: Cluster, folder: Path, connect: Connect) -> None:
     security = ClientSecurity(FreshContext(client_of(folder).files(), make), "", "")
     with pytest.raises(ConnectError, match=f"{CLOSED}.* its version of TLS"):
         connect("127.0.0.1", secure.broker.port, security)
+
+
+@pytest.mark.parametrize("kind", [ssl.SSLEOFError, ssl.SSLZeroReturnError])
+def test_each_end_of_a_handshake_has_the_same_words(kind: type[ssl.SSLError]) -> None:
+    """The kernel decides if the broker's alert or the end of its stream comes first."""
+    assert tls_reason(kind(6, "TLS/SSL connection has been closed (EOF) (_ssl.c:992)")) == ENDED
 
 
 def test_nothing_is_sent_before_the_handshake(folder: Path, secure: Cluster) -> None:
