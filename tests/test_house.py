@@ -11,6 +11,10 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
+pytestmark = pytest.mark.lint
+
 ROOT = Path(__file__).resolve().parent.parent
 DEPTH_MAX = 14
 FOLDER_FILES_MAX = 15

@@ -17,6 +17,8 @@ import pytest
 
 from tests.test_style import ROOT, text_files
 
+pytestmark = pytest.mark.lint
+
 INSTEAD_OF = {
     r"told|tells? of": "reports, notifies, says",
     r"anew": "again, from scratch",

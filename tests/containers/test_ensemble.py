@@ -1,4 +1,4 @@
-"""docker-compose.ensemble.yml: writes go on while one of three ZooKeeper servers is cut off, frozen or killed."""
+"""Compose with the profile `ensemble`: writes go on while one of three servers is cut off, frozen or killed."""
 
 from __future__ import annotations
 
