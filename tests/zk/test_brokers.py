@@ -95,11 +95,11 @@ def test_another_masters_node_is_waited_for(servers: str) -> None:
 def test_two_live_masters_of_one_broker_id_are_an_error_that_names_the_other(
     servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The other's session lives on while it is waited for, for a second.
-    monkeypatch.setattr("metamq.zk.cluster.registrations.EXPIRY_MARGIN_MS", -29_000)
+    monkeypatch.setattr("metamq.zk.cluster.registrations.EXPIRY_MARGIN_MS", 500)
 
     async def scenario() -> None:
         async with await Session.open(servers, timeout_ms=30_000) as other, await Session.open(servers) as session:
+            other.negotiated_timeout_ms = 500  # so long it is waited for; its session lives on
             await become_master(other, OTHER)
             with pytest.raises(ConfigError, match=r"replica 0 of broker 0 runs already, at two\.example:8123"):
                 await become_master(session, ME)

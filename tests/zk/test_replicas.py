@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -13,7 +15,7 @@ import pytest
 from metamq.errors import ConfigError, CorruptData, Fenced
 from metamq.zk.cluster.brokers import BrokerState, Mastership, become_master, live_brokers, next_term, read_state
 from metamq.zk.cluster.epochs import next_epoch
-from metamq.zk.cluster.registrations import BrokerAddress, Registration
+from metamq.zk.cluster.registrations import EXPIRY_MARGIN_MS, BrokerAddress, Registration
 from metamq.zk.cluster.replicas import (
     Confirmed,
     Refused,
@@ -110,14 +112,49 @@ def test_two_live_replicas_of_one_number_are_an_error_that_names_the_other(
     async def scenario() -> None:
         async with await Session.open(servers) as session:
             other = await Session.open(servers, timeout_ms=30_000)
+            other.negotiated_timeout_ms = 500  # so long it is waited for; its session lives on
             await register_slave(other, replace(ONE, folder="another"))
             with monkeypatch.context() as patch:
-                # The other's session lives on while it is waited for, for a second.
-                patch.setattr("metamq.zk.cluster.registrations.EXPIRY_MARGIN_MS", -29_000)
+                patch.setattr("metamq.zk.cluster.registrations.EXPIRY_MARGIN_MS", 500)
                 with pytest.raises(ConfigError, match=r"replica 1 of broker 0 runs already, at two\.example:8123"):
                     await register_slave(session, ONE)
             waiting = asyncio.create_task(register_slave(session, ONE))
             await other.close()
+            await waiting
+            assert await slaves_of(session, 0) == [address(ONE)]
+
+    asyncio.run(scenario())
+
+
+DIES = """
+import asyncio, os, sys
+from metamq.zk.cluster.registrations import Registration
+from metamq.zk.cluster.replicas import register_slave
+from metamq.zk.session.session import Session
+
+async def die():
+    session = await Session.open(sys.argv[1], timeout_ms=3_000, make_chroot=True)
+    await register_slave(session, Registration(0, 1, 7, "def", "another", "two.example", 8123, "0.1.0"))
+    os._exit(0)
+
+asyncio.run(die())
+"""
+
+
+def test_a_frozen_zookeeper_ends_no_session_so_the_wait_for_its_end_goes_on(
+    victim: EmbeddedZooKeeper, unique: str
+) -> None:
+    """A process with another lock on the folder was killed. ZooKeeper is frozen before it can end the session."""
+
+    async def scenario() -> None:
+        servers = f"{victim.address}/{unique}"
+        async with await Session.open(servers, timeout_ms=60_000, make_chroot=True) as session:
+            await asyncio.to_thread(subprocess.run, [sys.executable, "-c", DIES, servers], check=True)
+            waiting = asyncio.create_task(register_slave(session, ONE))
+            await asyncio.sleep(1)
+            victim.freeze()
+            await asyncio.wait([waiting], timeout=(3_000 + EXPIRY_MARGIN_MS) / 1000)
+            victim.thaw()
             await waiting
             assert await slaves_of(session, 0) == [address(ONE)]
 

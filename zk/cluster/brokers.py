@@ -23,11 +23,11 @@ from metamq.zk.cluster.epochs import Known, KnownState, Reign, highest_epoch, ne
 from metamq.zk.cluster.registrations import (
     BrokerAddress,
     Member,
-    Patience,
     Registration,
     address_of,
     is_ours,
     replica_json,
+    until_gone,
     without_slave_node,
 )
 from metamq.zk.documents import broker_numbers, items, number, read_document, skip_unreadable
@@ -125,7 +125,7 @@ async def become_master(session: Session, registration: Registration, claims: It
     """
     paths = session.paths
     master_path, state_path = paths.master(registration.broker_id), paths.broker_state(registration.broker_id)
-    patience, claims = Patience(session, registration), list(claims)
+    claims = list(claims)
     while True:
         stored = await read_state(session, registration.broker_id)
         state = next_term(stored, registration, claims)
@@ -133,7 +133,7 @@ async def become_master(session: Session, registration: Registration, claims: It
         if there is not None and not is_ours(there, session, registration):
             # Without a second look it could wait for a replica that took over after the first one.
             if stored == await read_state(session, registration.broker_id):
-                await patience.wait(master_path, there, "master")
+                await until_gone(session, registration, master_path, there, "master")
             continue
         await session.ensure(paths.broker(registration.broker_id))
         operations: list[Op] = []

@@ -9,10 +9,10 @@ afterwards, two running processes claim one place, which is an error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -191,45 +191,39 @@ async def without_slave_node(session: Session, registration: Registration) -> li
     return [Delete(path, there.version)] if there is not None and is_ours(there, session, registration, "slave") else []
 
 
-class Patience:
-    """Waits for nodes of other processes, in total as long as the session of the first of them may live."""
-
-    def __init__(self, session: Session, registration: Registration) -> None:
-        self._session = session
-        self._registration = registration
-        self._deadline: float | None = None
-
-    async def wait(self, path: str, there: Node, role: Role) -> None:
-        """Waits until the node is gone. Raises ConfigError if it is still there after its session's time-out."""
-        me = self._registration
-        other, document = address_of(me.broker_id, there, role), _document(me.broker_id, there, role)
-        if self._deadline is None:
-            timeout_ms: int = document.get("session_timeout_ms", self._session.negotiated_timeout_ms)
-            self._deadline = time.monotonic() + (timeout_ms + EXPIRY_MARGIN_MS) / 1000
-        gone = asyncio.Event()
-        if await self._session.exists(path, watch=gone.set) is None:
-            return
-        what = (
-            str(me) if other.replica == me.replica else f"replica {other.replica}, the master of broker {me.broker_id}"
-        )
-        left_s = max(self._deadline - time.monotonic(), 0)
-        log.warning("another process is %s, at %s: waiting %.0f s for its session to end", what, other.address, left_s)
-        try:
-            async with asyncio.timeout(left_s):
+async def until_gone(session: Session, registration: Registration, path: str, there: Node, role: Role) -> None:
+    """Waits until the node of another process is gone, has changed, or may have outlived a restart of ZooKeeper: look
+    again then. Raises ConfigError if it is still there after its session's time-out; ConnectionLost."""
+    me = registration
+    other, document = address_of(me.broker_id, there, role), _document(me.broker_id, there, role)
+    gone = asyncio.Event()
+    if await session.exists(path, watch=gone.set) is None:
+        return
+    timeout_s = document.get("session_timeout_ms", session.negotiated_timeout_ms) / 1000
+    margin_s = EXPIRY_MARGIN_MS / 1000
+    what = str(me) if other.replica == me.replica else f"replica {other.replica}, the master of broker {me.broker_id}"
+    log.warning(
+        "another process is %s, at %s: waiting %.0f s for its session to end", what, other.address, timeout_s + margin_s
+    )
+    for wait_s in (timeout_s, margin_s):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
                 await gone.wait()
-        except TimeoutError:
-            hint = "Give this one another --replica or --id, or stop the other one."
-            if document["folder"] == me.folder:
-                hint = (
-                    "This data folder and the one in use there are copies of each other: never start more than one of"
-                    " them. A further replica has its own --replica, and begins with an empty folder."
-                )
-            raise ConfigError(f"{what} runs already, at {other.address}", hint=hint) from None
+        # A frozen ZooKeeper ends no session. So the margin begins with an answer.
+        if gone.is_set() or await session.exists(path) is None:
+            return
+    hint = "Give this one another --replica or --id, or stop the other one."
+    if document["folder"] == me.folder:
+        hint = (
+            "This data folder and the one in use there are copies of each other: never start more than one of"
+            " them. A further replica has its own --replica, and begins with an empty folder."
+        )
+    raise ConfigError(f"{what} runs already, at {other.address}", hint=hint)
 
 
 async def until_alone(session: Session, registration: Registration) -> None:
-    """Waits until no other process is this replica. Raises the errors of Patience.wait; ConnectionLost."""
-    paths, patience = session.paths, Patience(session, registration)
+    """Waits until no other process is this replica. Raises the errors of until_gone."""
+    paths = session.paths
     places: tuple[tuple[str, Role], ...] = (
         (paths.master(registration.broker_id), "master"),
         (paths.slave(registration.broker_id, registration.replica), "slave"),
@@ -239,4 +233,4 @@ async def until_alone(session: Session, registration: Registration) -> None:
             is_other = address_of(registration.broker_id, there, role).replica != registration.replica
             if is_other or is_ours(there, session, registration, role):
                 break
-            await patience.wait(path, there, role)
+            await until_gone(session, registration, path, there, role)

@@ -32,11 +32,11 @@ from metamq.zk.cluster.epochs import KnownState, highest_epoch, next_epoch, take
 from metamq.zk.cluster.registrations import (
     BrokerAddress,
     Member,
-    Patience,
     Registration,
     address_of,
     is_ours,
     replica_json,
+    until_gone,
     without_slave_node,
 )
 from metamq.zk.documents import broker_numbers, skip_unreadable
@@ -81,18 +81,17 @@ async def register_slave(session: Session, registration: Registration) -> None:
     """
     paths = session.paths
     path, master_path = paths.slave(registration.broker_id, registration.replica), paths.master(registration.broker_id)
-    patience = Patience(session, registration)
     while True:
         there = await session.get_or_none(path)
         if there is not None and not is_ours(there, session, registration, "slave"):
-            await patience.wait(path, there, "slave")
+            await until_gone(session, registration, path, there, "slave")
             continue
         master = await session.get_or_none(master_path)
         operations: list[Op] = []
         if master is not None and is_ours(master, session, registration):
             operations.append(Delete(master_path, master.version))
         elif master is not None and address_of(registration.broker_id, master).replica == registration.replica:
-            await patience.wait(master_path, master, "master")
+            await until_gone(session, registration, master_path, master, "master")
             continue
         data = replica_json(session, registration)
         if there is None or there.ephemeral_owner != session.session_id or there.data != data:
