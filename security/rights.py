@@ -29,8 +29,9 @@ ALLOW, DENY = "allow", "deny"
 ANY_PRINCIPAL = "*"
 TOPIC, CLUSTER = "topic", "cluster"
 READ, WRITE = "read", "write"
+CREATE, ALTER, DELETE = "create", "alter", "delete"
 DESCRIBE, PROMOTE, RECOVER = "describe", "promote", "recover"
-RIGHTS = {TOPIC: (READ, WRITE), CLUSTER: (DESCRIBE, PROMOTE, RECOVER)}
+RIGHTS = {TOPIC: (READ, WRITE, CREATE, ALTER, DELETE), CLUSTER: (DESCRIBE, PROMOTE, RECOVER)}
 """The rights on each kind of resource."""
 _DOES = {ALLOW: "allows", DENY: "denies"}
 SUPERUSERS = (ADMIN, BROKERS)

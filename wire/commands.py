@@ -14,7 +14,7 @@ from metamq.wire.limits import FOLLOWERS_MAX, MECHANISMS_MAX, REQUEST_ENTRIES_MA
 
 
 class Command(enum.IntEnum):
-    """The command of a request. The numbers from 11 on are reserved for administration."""
+    """The command of a request."""
 
     HELLO = 1
     AUTHENTICATE = 2  # a login, between HELLO and all others
@@ -26,6 +26,7 @@ class Command(enum.IntEnum):
     PROMOTE = 8
     TX = 9
     BRANCHES = 10
+    TOPIC = 11
 
 
 Entries = AtMost(REQUEST_ENTRIES_MAX)
@@ -91,6 +92,23 @@ class Promoted(NamedTuple):
 
     epoch: int
     generation: int
+
+
+class TopicChange(NamedTuple):
+    """Creates, alters or deletes a topic for a client that may not write to ZooKeeper. The answer is a TopicChanged."""
+
+    topic: str
+    document: bytes
+    """The new content of the topic's node in ZooKeeper; empty: delete the topic."""
+    version: int
+    """The version of the node that is replaced; -1: the topic is new."""
+
+
+class TopicChanged(NamedTuple):
+    """The answer to a TopicChange."""
+
+    is_done: bool
+    """False if the node has another version: nothing was changed."""
 
 
 class PutEntry(NamedTuple):

@@ -46,6 +46,7 @@ NEEDS: Mapping[int, Check] = {
     Command.PROMOTE: _cluster(PROMOTE),
     Command.TX: _each_branch,  # and WRITE on each topic
     Command.BRANCHES: _each_branch,  # RECOVER shows all of others
+    Command.TOPIC: _each_topic,  # CREATE, ALTER or DELETE
 }
 
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import metamq
 from metamq.broker.data.partition import BatchIds
 from metamq.broker.data.scrubber import Scrubber
+from metamq.broker.front_door.administration import AdministrationProcessor
 from metamq.broker.front_door.admission import Admission
 from metamq.broker.front_door.answer_memory import AnswerMemory
 from metamq.broker.front_door.appends import Appends, PutProcessor, TxProcessor
 from metamq.broker.front_door.door import FrontDoor, Processor, Timeouts
 from metamq.broker.front_door.fetch_session import ReplicaReadRole
 from metamq.broker.front_door.look_ups import LookUps
-from metamq.broker.front_door.replicas import ReplicaProcessor
 from metamq.broker.front_door.request_memory import RequestMemory
 from metamq.broker.front_door.slices import Slices
 from metamq.broker.front_door.statistics import Counters, StatsProcessor
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from metamq.broker.process.users import KnownUsers
     from metamq.errors import MetamqError
     from metamq.zk.cluster.registrations import Registration
+    from metamq.zk.cluster.topics import TopicStore
     from metamq.zk.session.session import Session
 
 
@@ -56,6 +57,7 @@ def make_parts(
     config: BrokerConfig,
     folder: DataFolder,
     session: Session,
+    store: TopicStore,
     topics: Topics,
     flusher: Flusher,
     registration: Callable[[], Registration],
@@ -90,16 +92,17 @@ def make_parts(
         status, folder, topics, ids, counters,
         replication=keeper.statistics, transactions=lambda: transactions.figures, scrub=scrubber.statistics,
     )  # fmt: skip
-    replicas = ReplicaProcessor(status, keeper)
+    administration = AdministrationProcessor(status, keeper, store)
     table: dict[int, Processor] = {
         Command.PUT: PutProcessor(appends, flusher, failed).put,
         Command.GET: lambda request, connection: connection.fetches.get(request),
         Command.OFFSETS: LookUps(topics, read_role, scrubber.report, slices, config.search_timeout_s).offsets,
         Command.STATS: stats.stats,
-        Command.SYNC: replicas.join,
-        Command.PROMOTE: replicas.promote,
+        Command.SYNC: administration.join,
+        Command.PROMOTE: administration.promote,
         Command.TX: TxProcessor(status, transactions).tx,
         Command.BRANCHES: transactions.branches,
+        Command.TOPIC: administration.topic,
     }
     door = FrontDoor(
         table, read_role, transactions, counters, slices,

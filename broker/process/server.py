@@ -192,6 +192,7 @@ class Broker:
             self.config,
             self._folder,
             self._session,
+            self._store,
             self._topics,
             self._flusher,
             self._registration,

@@ -128,7 +128,7 @@ def acl() -> None:
 
     \b
     PRINCIPAL  the name of a user or of a certificate; '*': all of them
-    RIGHT      read, write: of topics; describe, promote, recover: of the cluster
+    RIGHT      read, write, create, alter, delete: of topics; describe, promote, recover: of the cluster
     RESOURCE   topic:orders, 'topic:orders-*' or cluster
 
     \b

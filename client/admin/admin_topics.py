@@ -17,7 +17,7 @@ from metamq.client.admin.admin_brokers import ask_offsets, children, sizes_on_di
 from metamq.client.admin.admin_model import PartitionDescription, TopicDescription, TopicSettings
 from metamq.client.checks import check_seconds, is_whole, wrong_type
 from metamq.client.settings import unknown
-from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError, Timeout, TopicExists
+from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError, NotAuthorized, Timeout, TopicExists
 from metamq.wire.commands import LATEST
 from metamq.zk.cluster.brokers import live_brokers, read_state
 from metamq.zk.cluster.offers import offered_partitions
@@ -96,13 +96,8 @@ async def _create(cluster: ClusterClient, config: TopicConfig) -> None:
         try:
             await cluster.topics.create(config)
             return
-        except ConnectionLost as error:
+        except ConnectionLost:
             await until_connected(cluster.session)
-            there = await cluster.topics.get_or_none(config.topic)
-            if there is not None and there.id == config.id:
-                return
-            if there is not None:
-                raise TopicExists(config.topic) from error
 
 
 async def topic_defaults(cluster: ClusterClient) -> TopicSettings:
@@ -160,7 +155,8 @@ async def delete_topic(cluster: ClusterClient, topic: str, timeout_s: float) -> 
 
     await _wait(f"the end of topic {topic!r}", timeout_s, withdrawn, "It is deleted; brokers follow when they can.")
     for kind in OFFER_KINDS:
-        with contextlib.suppress(NoNode, NotEmpty):  # not empty: the topic has been created again
+        # NotEmpty: the topic has been created again. NotAuthorized: the last broker has removed the node.
+        with contextlib.suppress(NoNode, NotEmpty, NotAuthorized):
             await cluster.session.delete(cluster.session.paths.offers(kind, topic), ANY_VERSION)
     return config
 
@@ -275,7 +271,7 @@ async def _wait_served(
         requests: dict[TopicPartition, tuple[str, int]] = dict.fromkeys(config.topic_partitions, (config.id, LATEST))
         for tp, answer in (await ask_offsets(cluster, requests)).items():
             is_away = reachable_only and isinstance(answer, ConnectError | Timeout)
-            if isinstance(answer, MetamqError) and not is_away:
+            if isinstance(answer, MetamqError) and not is_away and not isinstance(answer, NotAuthorized):
                 return f"{tp}: {answer.problem}"
         return ""
 

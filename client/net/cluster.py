@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.net.transport import BrokerConnection, Connections
 from metamq.errors import ConnectError, MetamqError
+from metamq.wire.commands import Command, TopicChange, TopicChanged
+from metamq.wire.headers import unpack
 from metamq.zk.cluster.brokers import live_brokers
 from metamq.zk.cluster.offers import slaves_offering
 from metamq.zk.cluster.replicas import live_slaves
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.client")
 
 RETRY_S = 0.5
+TOPIC_TIMEOUT_S = 10.0
 MASTER = -1
 """The value that stands for the master in the place of a replica's number."""
 
@@ -47,7 +50,7 @@ class ClusterClient:
         self, session: Session, changed: Callable[[], None] | None = None, *, with_slaves: bool = False
     ) -> None:
         self.session = session
-        self.topics = TopicStore(session)
+        self.topics = TopicStore(session, self._ask_for_topic)
         self.connections = Connections(session.security.brokers)
         self.configs: dict[str, TopicConfig] = {}
         self.brokers: dict[int, BrokerAddress] = {}
@@ -100,6 +103,19 @@ class ClusterClient:
                 partial(self._read_topic, name),
                 lambda: name in self._fresh_topics or name not in self.configs,
             )
+
+    async def _ask_for_topic(self, topic: str, document: bytes, version: int) -> bool:
+        """Has a broker change a topic: see TopicStore.write. Raises the broker's error, ConnectError, Timeout."""
+        request = TopicChange(topic, document, version)
+        failure = ConnectError("a broker", f"none runs, and only brokers may change topic {topic!r}")
+        for broker_id in await self.refresh_brokers():
+            try:
+                connection = await self.connection(broker_id)
+                header = await connection.request(Command.TOPIC, request, timeout_s=TOPIC_TIMEOUT_S)
+                return unpack(TopicChanged, header).is_done
+            except ConnectError as error:  # the next one may answer
+                failure = error
+        raise failure
 
     async def broker_ids(self) -> list[int]:
         """Returns every broker id that ever had a master, in order. Raises ConnectionLost."""

@@ -19,7 +19,7 @@ from metamq.zk.nodes import ANY_VERSION, Create, Delete
 from metamq.zk.paths import Paths
 from metamq.zk.session.acls import acl_of, differs
 from metamq.zk.session.session import Session
-from tests.parts import SLOW_S, read_to_end
+from tests.parts import SLOW_S, read_to_end, wait_until
 from tests.security.certificate_folder import client_of, secured
 
 PATHS = Paths("/meta")
@@ -100,6 +100,47 @@ def test_a_stranger_changes_nothing_but_groups_and_sinks(
         assert admin.topics().keys() == {"flights"}
 
 
+def test_a_user_changes_topics_through_brokers(owned: Cluster, authority: Authority) -> None:
+    """Each change needs its right; ZooKeeper lets the user change nothing."""
+    authority.issue("report")
+    security = client_of(authority.folder, "report")
+
+    def refusal(change: Callable[[Admin], object]) -> str:
+        with Admin(owned.zookeeper, security=security) as theirs:
+            try:
+                change(theirs)
+            except NotAuthorized as error:
+                return error.problem
+            return ""
+
+    changes: dict[str, Callable[[Admin], object]] = {
+        "create": lambda admin: admin.create_topic("report-1", partitions=1),
+        "alter": lambda admin: admin.alter("report-1", partitions=2, retention_ms=60_000),
+        "delete": lambda admin: admin.delete("report-1"),
+    }
+    with owned.admin() as admin:
+        for right, change in changes.items():
+            assert refusal(change) == f"'report' may not {right} topic:report-1"
+            admin.add_rules("allow", "report", right, "topic:report-*")
+            wait_until(lambda change=change: not refusal(change), what=f"the rule for {right}")
+            assert refusal(lambda theirs: theirs.create_topic("other", partitions=1))
+            if right == "alter":
+                config = admin.topics()["report-1"]
+                assert (config.partitions, config.retention_ms) == ({0: 2}, 60_000)
+        assert "report-1" not in admin.topics()
+
+    found: list[str] = []
+
+    async def look(session: Session) -> None:
+        found[:] = await session.children(PATHS.offered_topics("topics-pub"))
+
+    def is_gone() -> bool:
+        run(owned, secured(authority.folder), look)
+        return "report-1" not in found
+
+    wait_until(is_gone, what="no node for offers of the deleted topic")
+
+
 async def outcome(change: Awaitable[object]) -> str:
     try:
         await change
@@ -149,7 +190,7 @@ def test_a_program_works_and_makes_no_topic(owned: Cluster, authority: Authority
         consumer.commit()
     with Admin(owned.zookeeper, security=security) as admin:
         assert admin.groups()[group].topics
-        with pytest.raises(NotAuthorized, match="'this client' may not access znode /meta/config/topics/own"):
+        with pytest.raises(NotAuthorized, match=r"'etl' may not create topic:own"):
             admin.create_topic("own", partitions=1)
         with pytest.raises(NotAuthorized):
             admin.delete("flights")

@@ -44,6 +44,7 @@ from metamq.wire.commands import (
     PutEntry,
     PutResult,
     Stats,
+    TopicChange,
     Tx,
 )
 from metamq.wire.status import decode_error
@@ -230,6 +231,7 @@ def requests(topic: str, topic_id: str = "") -> dict[int, tuple[Any, bytes]]:
         Command.PROMOTE: (Promote(accept_loss=False), b""),
         Command.STATS: (Stats("", 0), b""),
         Command.SYNC: (None, b""),
+        Command.TOPIC: (TopicChange(topic, b"{}", -1), b""),
     }
 
 

@@ -176,6 +176,34 @@ def test_an_alteration_never_takes_partitions_or_the_id_away(servers: str) -> No
     asyncio.run(scenario())
 
 
+def test_what_a_broker_writes_for_a_client_is_checked(servers: str) -> None:
+    async def scenario() -> None:
+        async with await Session.open(servers) as session:
+            store = TopicStore(session)
+            config = TopicConfig("flights", {0: 4})
+            document, more = to_json(config), to_json(replace(config, partitions={0: 5}))
+            assert await store.write_for_client("flights", document, topics.NEW)
+            assert not await store.write_for_client("flights", document, topics.NEW), "it is there"
+            assert not await store.write_for_client("flights", more, 7), "another version"
+            with pytest.raises(ConfigError, match="cannot be reduced to 3"):
+                await store.write_for_client("flights", to_json(replace(config, partitions={0: 3})), 0)
+            with pytest.raises(ConfigError, match="keeps its name and its id"):
+                await store.write_for_client("flights", to_json(TopicConfig("flights", {0: 4})), 0)
+            with pytest.raises(CorruptData):
+                await store.write_for_client("flights", b"{}", 0)
+            with pytest.raises(ConfigError, match="has '/'"):
+                await store.write_for_client("../flights", document, topics.NEW)
+            with pytest.raises(ConfigError, match="names no version"):
+                await store.write_for_client("flights", b"", topics.NEW)
+            assert await store.write_for_client("flights", more, 0)
+            assert (await store.get("flights")).partitions == {0: 5}
+            assert not await store.write_for_client("flights", b"", 0)
+            assert await store.write_for_client("flights", b"", 1)
+            assert await store.names() == []
+
+    asyncio.run(scenario())
+
+
 def test_watches_tell_of_new_changed_and_deleted_topics(servers: str, until: Until) -> None:
     async def scenario() -> None:
         async with await Session.open(servers) as session:

@@ -8,6 +8,7 @@ a master's offer also checks the state node, which the successor has changed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from metamq.errors import Fenced
 from metamq.zk.cluster.brokers import Mastership, Watcher, read_state
 from metamq.zk.documents import number, read_document
-from metamq.zk.errors import BadVersion, NodeExists, NoNode
+from metamq.zk.errors import BadVersion, NodeExists, NoNode, NotEmpty
 from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Op
 from metamq.zk.paths import master_offer, slave_of_offer, slave_offer
 
@@ -54,12 +55,14 @@ async def _register(session: Session, kind: str, name: str, wanted: Mapping[str,
     folder = session.paths.offered_topics(kind)
     await session.ensure(folder)
     topics = sorted({*await session.children(folder), *wanted})
-    await asyncio.gather(*(_offer(session, kind, topic, name, wanted.get(topic), held) for topic in topics))
+    is_tidy = bool(wanted)  # else a replica stops or changes its role, and the topics stay
+    await asyncio.gather(*(_offer(session, kind, topic, name, wanted.get(topic), held, is_tidy) for topic in topics))
 
 
 async def _offer(
-    session: Session, kind: str, topic: str, name: str, count: int | None, held: Mastership | None
+    session: Session, kind: str, topic: str, name: str, count: int | None, held: Mastership | None, is_tidy: bool
 ) -> None:
+    """Makes one offer equal to `count`. `is_tidy`: removes the topic's folder behind the last offer."""
     path = session.paths.offered_topic(kind, topic, name)
     data = json.dumps({"partitions": count, "broker": name}).encode()
     while True:
@@ -80,7 +83,10 @@ async def _offer(
         except (BadVersion, NoNode, NodeExists):
             held = await _still_master(session, held)
             continue
-        return
+        break
+    if count is None and is_tidy:
+        with contextlib.suppress(NoNode, NotEmpty):  # others offer it
+            await session.delete(session.paths.offers(kind, topic), ANY_VERSION)
 
 
 def offered_partitions(data: bytes) -> int:

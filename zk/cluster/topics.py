@@ -3,7 +3,8 @@
 The configuration says which partitions a topic has, not the present offers of brokers. Key hashes and plans use it, so
 that the restart of a broker moves no key and no partition.
 
-Every change is a compare-and-set on the node's version. A topic has a new id each time it is created. Folders, fetches
+Every change is a compare-and-set on the node's version. Where ZooKeeper lets only brokers write, a broker does it for
+clients that have the right. A topic has a new id each time it is created. Folders, fetches
 and committed offsets include the id, so that data of a deleted topic never counts as its successor's.
 """
 
@@ -15,11 +16,11 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from metamq.errors import ConfigError, CorruptData, TopicExists, TopicNotFound
+from metamq.errors import ConfigError, CorruptData, NotAuthorized, TopicExists, TopicNotFound
 from metamq.zk.documents import broker_number, fields, read_document, shown
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
 from metamq.zk.names import check_node, check_topic
@@ -45,6 +46,10 @@ SEGMENT_BYTES_MIN = 1024
 SEGMENT_BYTES_MAX = 1 << 40
 
 Watcher = Callable[[], None]
+NEW = -1
+"""The version of a node that does not exist yet."""
+Write = Callable[[str, bytes, int], Awaitable[bool]]
+"""As TopicStore.write(): topic, document, version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,21 +246,58 @@ class TopicStore:
     cluster in which topics were found before.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, ask: Write | None = None) -> None:
+        """`ask` makes a change for a client that may not write to ZooKeeper."""
         self._session = session
+        self._ask = ask
         self._cluster = b""
 
     async def create(self, config: TopicConfig) -> TopicConfig:
         """Creates a topic. Raises ConfigError for a wrong setting, TopicExists.
 
-        After ConnectionLost the topic may exist: call `get` and compare the id.
+        After ConnectionLost the topic may exist: repeat the call.
         """
         config.validate()
-        try:
-            await self._session.create(self._path(config.topic), to_json(config), makepath=True)
-        except NodeExists as error:
-            raise TopicExists(config.topic) from error
+        if not await self.write(config.topic, to_json(config), NEW):
+            there = await self.get_or_none(config.topic)
+            if there is None or there.id != config.id:  # else an answer was lost
+                raise TopicExists(config.topic)
         return config
+
+    async def write(self, topic: str, document: bytes, version: int) -> bool:
+        """Replaces the content of a topic's node that has this version: NEW creates it, an empty document deletes it.
+
+        Returns False if the node has another version. Raises NotAuthorized, and with `ask` its errors.
+        """
+        path = self._path(topic)
+        try:
+            if version == NEW:
+                await self._session.create(path, document, makepath=True)
+            elif document:
+                await self._session.set(path, document, version)
+            else:
+                await self._session.delete(path, version)
+        except (NodeExists, BadVersion, NoNode):
+            return False
+        except NotAuthorized:
+            if self._ask is None:
+                raise
+            return await self._ask(topic, document, version)
+        return True
+
+    async def write_for_client(self, topic: str, document: bytes, version: int) -> bool:
+        """Does write() with a client's document. Raises also ConfigError for a wrong one, CorruptData."""
+        check_topic(topic)
+        if not document and version == NEW:
+            raise ConfigError(f"a request to delete topic {topic!r} names no version of it")
+        if document:
+            after = from_json(topic, document)
+            if version != NEW:
+                node = await self._session.get_or_none(self._path(topic))
+                if node is None or node.version != version:
+                    return False
+                check_alteration(from_json(topic, node.data), after)
+        return await self.write(topic, document, version)
 
     async def get(self, topic: str, watch: Watcher | None = None) -> TopicConfig:
         """The topic's configuration; `watch` is called once if it changes or disappears. Raises TopicNotFound."""
@@ -311,11 +353,8 @@ class TopicStore:
             before = from_json(topic, node.data)
             after = replace(change(before), unknown=before.unknown)
             check_alteration(before, after)
-            try:
-                await self._session.set(path, to_json(after), node.version)
-            except (BadVersion, NoNode):
-                continue
-            return after
+            if await self.write(topic, to_json(after), node.version):
+                return after
 
     async def delete(self, topic: str) -> TopicConfig | None:
         """Deletes the topic; brokers remove its data. Returns the deleted configuration, None if it cannot be read.
@@ -333,11 +372,8 @@ class TopicStore:
             except (ConfigError, CorruptData) as error:
                 log.info("deleting a topic with an unusable configuration: %s", error)
                 config = None
-            try:
-                await self._session.delete(path, node.version)
-            except (BadVersion, NoNode):
-                continue
-            return config
+            if await self.write(topic, b"", node.version):
+                return config
 
     async def _not_found(self, topic: str) -> TopicNotFound:
         try:

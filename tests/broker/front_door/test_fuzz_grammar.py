@@ -74,6 +74,7 @@ REQUESTS: dict[int, Any] = {
     Command.PROMOTE: Promote,
     Command.TX: commands.Tx,
     Command.BRANCHES: commands.Branches,
+    Command.TOPIC: commands.TopicChange,
     Command.HELLO: Hello,
 }
 ANSWERS: dict[int, Any] = {
@@ -82,6 +83,7 @@ ANSWERS: dict[int, Any] = {
     Command.OFFSETS: [OffsetsResult],
     Command.TX: commands.TxReply,
     Command.BRANCHES: commands.BranchesReply,
+    Command.TOPIC: commands.TopicChanged,
 }
 
 
