@@ -22,7 +22,8 @@ from metamq.client.net.paged_requests import ask_statistics
 from metamq.client.net.transport import BrokerConnection
 from metamq.client.settings import ClusterAccess
 from metamq.errors import ConnectError, DeliveryTimeout, MetamqError
-from metamq.testing import BrokerProcess
+from metamq.security.tls import client_security
+from metamq.testing import INSECURE, BrokerProcess
 from metamq.wire import status
 from metamq.wire.batch import walk
 from metamq.wire.columns import decode
@@ -135,11 +136,18 @@ class Stored(NamedTuple):
     value: bytes
 
 
+async def connected(broker: BrokerProcess | LocalBroker, timeout_s: float = SLOW_S) -> BrokerConnection:
+    """A connection to the broker, by the security that it has."""
+    config = broker.security if isinstance(broker, BrokerProcess) else INSECURE
+    security = client_security(config).brokers
+    return await BrokerConnection.open("127.0.0.1", broker.port, security=security, timeout_s=timeout_s)
+
+
 def statistics(broker: BrokerProcess | LocalBroker) -> dict[str, Any]:
     """What the broker answers to STATS."""
 
     async def ask() -> dict[str, Any]:
-        connection = await BrokerConnection.open("127.0.0.1", broker.port, timeout_s=SLOW_S)
+        connection = await connected(broker)
         try:
             return await ask_statistics(connection)
         finally:
@@ -152,7 +160,7 @@ def read_topic(broker: BrokerProcess | LocalBroker, topic: str, topic_id: str) -
     """All that readers can see of a topic's partitions at this broker, both checksums of every batch verified."""
 
     async def read() -> dict[str, list[Stored]]:
-        connection = await BrokerConnection.open("127.0.0.1", broker.port, timeout_s=SLOW_S)
+        connection = await connected(broker)
         try:
             answer = await ask_statistics(connection)
             found = [p for p in answer["partitions"] if p["topic"] == topic]

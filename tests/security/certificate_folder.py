@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from metamq.security.config import ADMIN
 HOSTS = ("localhost", "127.0.0.1")
 
 
-def make_folder(folder: Path) -> Authority:
+def make_folder(folder: Path, hosts: Sequence[str] = HOSTS) -> Authority:
     """As `metamq security init`."""
-    make_all(folder, HOSTS)
+    make_all(folder, hosts)
     return Authority(folder)
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from metamq.broker.roles.succession import NO_PROCESS
 from metamq.errors import MetamqError
-from metamq.testing import BrokerProcess, Cluster
+from metamq.security.config import SecurityConfig
+from metamq.testing import INSECURE, BrokerProcess, Cluster
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests import zygote
 from tests.broker.ha.chaos_storage import NO_ROOM, SCRUB, TAKEN_BACK, WAITED, StorageFaults, temporary_disk
@@ -101,6 +102,7 @@ class NetworkedGroup(Group):
         replicas: int = REPLICAS,
         with_disk: bool = False,
         made_by: type[BrokerProcess] = BrokerProcess,
+        security: SecurityConfig = INSECURE,
         **settings: object,
     ) -> None:
         self.disk = temporary_disk(folder / f"replica-{replicas - 1}-disk") if with_disk else None
@@ -109,7 +111,8 @@ class NetworkedGroup(Group):
         self.network = Network(self.pids, CLIENT)
         self.ensemble = zookeeper if isinstance(zookeeper, Servers) else None
         servers = [zookeeper] if isinstance(zookeeper, EmbeddedZooKeeper) else list(zookeeper.by_number.values())
-        self.cluster = Cluster(zookeeper if isinstance(zookeeper, EmbeddedZooKeeper) else zookeeper.address, folder)
+        own = zookeeper if isinstance(zookeeper, EmbeddedZooKeeper) else zookeeper.address
+        self.cluster = Cluster(own, folder, security)
         self.replicas = []
         self.zookeeper = ",".join(self.network.line(ZOOKEEPER, "127.0.0.9", server.port) for server in servers)
         """For the clients under test: it can be cut. That of `cluster` cannot."""
@@ -121,6 +124,7 @@ class NetworkedGroup(Group):
         place = self.disk.folder if self.disk is not None and number == self._last else self.cluster.folder
         folder, advertise = place / f"replica-{number}", advertised(number)
         replica = made_by(self.zookeeper, folder, 0, replica=number, advertise=advertise, **settings)
+        replica.security = self.cluster.security
         self.replicas.append(replica)
         self.cluster.brokers.append(replica)
         replica.start()
@@ -158,15 +162,17 @@ class NetworkedGroup(Group):
 
 
 @contextlib.contextmanager
-def networked_group(folder: Path, *, with_ensemble: bool = False, **settings: Any) -> Iterator[NetworkedGroup]:
+def networked_group(
+    folder: Path, *, with_ensemble: bool = False, security: SecurityConfig = INSECURE, **settings: Any
+) -> Iterator[NetworkedGroup]:
     """Replicas, started. `settings` as NetworkedGroup takes them."""
     with ExitStack() as stack:
         zookeeper: EmbeddedZooKeeper | Servers
         if with_ensemble:
             zookeeper = Servers(folder, stack)
         else:
-            zookeeper = stack.enter_context(EmbeddedZooKeeper(folder / "zookeeper"))
-        group = NetworkedGroup(zookeeper, folder, **settings)
+            zookeeper = stack.enter_context(EmbeddedZooKeeper(folder / "zookeeper", security=security))
+        group = NetworkedGroup(zookeeper, folder, security=security, **settings)
         try:
             yield group
         finally:

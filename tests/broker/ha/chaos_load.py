@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from metamq import Consumer, Producer
+from metamq.client.settings import security_config
 from metamq.errors import ClosedError, MetamqError, OffsetDiverged, OffsetOutOfRange
+from metamq.security.tls import client_security
 from metamq.zk.groups.ownership import read_offset
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session.session import Session
@@ -202,7 +204,9 @@ class Load:
         """Looks at what the group has committed, all the time."""
 
         async def look() -> None:
-            session = await Session.open(self._own_zookeeper, connect_timeout_s=None)
+            session = await Session.open(
+                self._own_zookeeper, connect_timeout_s=None, security=client_security(security_config(None))
+            )
             try:
                 while not self._seen_enough.is_set():
                     for index in range(PARTITIONS):

@@ -6,24 +6,30 @@ METAMQ_SEED repeats a run's choices, not its timing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import random
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.broker.ha.chaos import FAR_BEHIND_BYTES, LOST, REPLICAS, Chaos, NetworkedGroup, networked_group
+from metamq.security.certificates import Authority
+from metamq.security.config import ADMIN, BROKERS
+from tests.broker.ha.chaos import FAR_BEHIND_BYTES, LOST, REPLICAS, Chaos, NetworkedGroup, advertised, networked_group
 from tests.broker.ha.chaos_load import PARTITIONS, Load
 from tests.broker.ha.chaos_storage import Flipped
 from tests.broker.ha.chaos_transactions import COMMITTED, ROLLED_BACK, UNKNOWN, Transactions
 from tests.broker.ha.history import Given, History, faults
 from tests.broker.ha.test_replication import SESSION_MS
 from tests.parts import SLOW_S, wait_until
+from tests.security.certificate_folder import in_days, make_folder, secured
 
 Report = Callable[[str], None]
 Logs = dict[str, list[bytes]]
@@ -215,6 +221,38 @@ def test_nobody_promotes_and_nothing_is_lost(tmp_path: Path, report_figures: Rep
         assert seconds < 1800 or chaos.done.total() >= 300
         assert chaos.missing == set(), "which did not happen"
         assert losses == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_with_security_nothing_is_lost(tmp_path: Path, report_figures: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brokers, ZooKeeper and clients speak TLS. Meanwhile the certificates are renewed, and expire once."""
+    hosts = ["localhost", "127.0.0.1", "127.0.0.9", *map(advertised, range(REPLICAS))]
+    authority = make_folder(tmp_path / "security", hosts)
+    monkeypatch.setenv("METAMQ_SECURITY_DIR", str(authority.folder))  # for the clients of the load
+    monkeypatch.setenv("METAMQ_SECURITY_ROLE", ADMIN)
+    stop = threading.Event()
+    renewing = threading.Thread(target=renew, args=(authority, hosts, stop))
+    with a_group(tmp_path, failover="auto", failover_pause_max_ms=0, security=secured(authority.folder)) as group:
+        renewing.start()
+        try:
+            chaos, losses = survive(group, report_figures, [Round(0, 60)], is_auto=True)
+        finally:
+            stop.set()
+            renewing.join()
+        assert chaos.missing == set(), "which did not happen"
+        assert losses == 0
+
+
+def renew(authority: Authority, hosts: Sequence[str], stop: threading.Event) -> None:
+    """Issues certificates that are valid for 12 s: every 8 s, and once only after 16 s."""
+    for number in itertools.count():
+        for name, its_hosts in ((BROKERS, hosts), (ADMIN, ())):
+            authority.issue(name, its_hosts, days=1, now=in_days(-1) + timedelta(seconds=12))
+        if stop.wait(16 if number == 3 else 8):
+            break
+    for name, its_hosts in ((BROKERS, hosts), (ADMIN, ())):
+        authority.issue(name, its_hosts)
 
 
 @pytest.mark.long

@@ -14,15 +14,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from metamq import Producer
-from metamq.client.net.transport import BrokerConnection
 from metamq.errors import Fenced, MetamqError
+from metamq.security.tls import client_security
 from metamq.testing import BrokerProcess, Cluster
 from metamq.wire.commands import Command, Promote
 from metamq.zk.cluster.brokers import BrokerState, read_state
 from metamq.zk.cluster.offers import slaves_offering
 from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
-from tests.parts import SLOW_S, http_get, statistics, timed_out, until_answered, values_to_end, wait_until
+from tests.parts import SLOW_S, connected, http_get, statistics, timed_out, until_answered, values_to_end, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 SESSION_MS = 3000
@@ -49,11 +49,15 @@ class Group:
         found: dict[str, Any] = statistics(self.replicas[number])["replication"]
         return found
 
+    async def _session(self) -> Session:
+        security = client_security(self.cluster.security)
+        return await Session.open(self.cluster.zookeeper, connect_timeout_s=SLOW_S, security=security)
+
     def state(self) -> BrokerState:
         """What stands in ZooKeeper."""
 
         async def read() -> BrokerState:
-            async with await Session.open(self.cluster.zookeeper, connect_timeout_s=SLOW_S) as session:
+            async with await self._session() as session:
                 stored = await read_state(session, 0)
                 assert stored is not None
                 return stored[0]
@@ -95,8 +99,7 @@ class Group:
         """Asks a slave to become the master; returns the new epoch."""
 
         async def ask() -> int:
-            port = self.replicas[number].port
-            connection = await BrokerConnection.open("127.0.0.1", port, timeout_s=timeout_s)
+            connection = await connected(self.replicas[number], timeout_s)
             try:
                 answer = await connection.request(Command.PROMOTE, Promote(accept_loss), timeout_s=timeout_s)
                 return int(answer[0])
@@ -134,7 +137,7 @@ class Group:
         """Whether a slave offers these topics to readers."""
 
         async def ask() -> bool:
-            async with await Session.open(self.cluster.zookeeper, connect_timeout_s=SLOW_S) as session:
+            async with await self._session() as session:
                 return all([(0, slave) in await slaves_offering(session, topic) for topic in topics])
 
         return until_answered(lambda: asyncio.run(ask()))
