@@ -3,7 +3,7 @@
 python bench/report.py [bench/results/latest.json]
 
 The figures of long parts come from files of their own:
-`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling.
+`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling and security.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+SIDES = ("broker", "client")
 WAYS = ("send", "send_many", "iteration", "batches", "batches, values", "batches, arrow", "listener")
 
 INTRODUCTION = """# Performance
@@ -242,6 +243,27 @@ def _rolling(measured: dict[str, Any]) -> list[str]:
     ]
 
 
+def _security(measured: dict[str, Any]) -> list[str]:
+    lines = ["", "## Security", ""]
+    lines.append(
+        "Messages of 1 KiB in requests of about 1 MiB, with TLS 1.3 and the rights of a certificate, in turns with a "
+        "cluster without security. GB/s, and processor seconds per GB of each process:"
+    )
+    lines += ["", "| | plain | TLS | ratio | broker plain | broker TLS | client plain | client TLS |", "|---" * 8 + "|"]
+    for way in ("produce", "consume"):
+        cells = [f"{measured[f'{kind}_{way}_bytes_per_s'] / 1e9:.2f}" for kind in ("plain", "tls")]
+        cells.append(f"{measured[f'{way}_ratio']:.2f}")
+        cells += [f"{measured[f'{kind}_{way}_{side}_s_per_gb']:.2f}" for side in SIDES for kind in ("plain", "tls")]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"A thousand new connections, one broker and one client process: {measured['certificate_connections_s']:.1f} s "
+        f"by certificate, {measured['password_connections_s']:.1f} s by password. The checks of rights take "
+        f"{measured['rights_to_put'] * 100:.2f} % of the broker's time for a PUT of one small message.",
+    ]
+    return lines
+
+
 def _checks(found: list[dict[str, Any]]) -> list[str]:
     lines = ["", "## Targets", ""]
     lines += ["Targets in messages per second are for a loopback of 2 GB/s, and are scaled by the loopback here.", ""]
@@ -285,7 +307,7 @@ def main() -> None:
     """Writes the page and the plot."""
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "bench" / "results" / "latest.json"
     results = json.loads(source.read_text())
-    for part in ("failover", "rolling"):
+    for part in ("failover", "rolling", "security"):
         if (long := source.with_name(f"{part}.json")).exists():
             measured = json.loads(long.read_text())
             results[part] = measured[part]
@@ -310,6 +332,7 @@ def main() -> None:
         ("spark", _spark),
         ("failover", _failover),
         ("rolling", _rolling),
+        ("security", _security),
     ):
         if part in results:
             lines += write(results[part])

@@ -3,7 +3,8 @@
     ./dev bench                 all parts, about fifteen minutes
     ./dev bench --quick         one round, for a first look
     ./dev bench --only latency  a part: throughput, latency, lifecycle, rebalance, replication, transactions, spark
-    ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; another one is rolling
+    ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; others of this kind are
+                                rolling and security
 
 Writes bench/results/latest.json, from which bench/report.py makes docs/performance.md. Figures are medians over the
 rounds. Every round measures the raw limits too, so that both see the same machine.
@@ -39,7 +40,7 @@ from settle import gives_memory_back
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "spark")
-LONG_PARTS = ("failover", "rolling")
+LONG_PARTS = ("failover", "rolling", "security")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
 ENOUGH_FSYNCS = 1250
@@ -147,6 +148,13 @@ def run_rolling(rounds: int) -> dict[str, Any]:
     return rolling.measure(rounds, say)
 
 
+def run_security(rounds: int) -> dict[str, Any]:
+    """Measures TLS, logins and rights, beside a cluster without them. It needs the extra `security`."""
+    import secure
+
+    return secure.measure(rounds, say)
+
+
 class Targets:
     """The project's targets: (what, figure, target, reached) of each that was measured."""
 
@@ -227,6 +235,15 @@ class Targets:
     def rolling(self, measured: dict[str, Any]) -> None:
         self.at_most("latest message in a rolling restart, s", measured["max_s"], 1.0)
 
+    def security(self, measured: dict[str, Any]) -> None:
+        for way in ("produce", "consume"):
+            for side in ("broker", "client"):
+                self.at_most(f"TLS, {way}, {side}: processor s per GB", measured[f"tls_{way}_{side}_s_per_gb"], 1.5)
+            self.at_least(f"TLS / plain, {way} 1 KiB", measured[f"{way}_ratio"], 0.50)
+        for way in ("certificate", "password"):
+            self.at_most(f"1,000 new connections by {way}, s", measured[f"{way}_connections_s"], 10)
+        self.at_most("checks of rights / a PUT", measured["rights_to_put"], 0.01)
+
 
 def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     """Returns (what, figure, target, reached) for each of the project's targets."""
@@ -274,6 +291,7 @@ def main() -> int:
         "spark": run_spark,
         "failover": run_failover,
         "rolling": run_rolling,
+        "security": run_security,
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds

@@ -43,6 +43,8 @@ class BrokerConfig:
     """Port of /metrics, /healthz and /readyz; 0 takes a free one, -1 serves none."""
     http_host: str = ""
     """Address of that port, if it differs from `host`: a network that only scrapers reach."""
+    http_tls: bool = False
+    """True: that port speaks TLS, and /metrics needs a certificate with the right `describe cluster`."""
     session_timeout_ms: int = 10_000
     """ZooKeeper session time-out: a dead broker stays registered this long."""
     disk_reserve_bytes: int = 256 * MEBIBYTE

@@ -1,6 +1,7 @@
 """Serves /metrics, /healthz and /readyz in threads, so that they answer while the event loop is blocked.
 
-It uses the standard library and prometheus-client: a port for scrapers needs no web framework.
+It uses the standard library and prometheus-client: a port for scrapers needs no web framework. With `http_tls` the port
+speaks TLS only, and shows /metrics to a client whose certificate has the right `describe cluster`.
 """
 
 from __future__ import annotations
@@ -8,22 +9,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
 from time import monotonic
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from metamq.broker.process.metrics import BrokerCollector
 from metamq.errors import ConfigError, TooManyThreads
+from metamq.security.tls import FreshContext, principal_of
 from metamq.threads import start
 
 if TYPE_CHECKING:
+    from metamq.broker.config import BrokerConfig
     from metamq.broker.process.server import Broker
+    from metamq.broker.process.users import KnownUsers
+    from metamq.security.tls import BrokerSecurity
 
 log = logging.getLogger("metamq.broker")
 
@@ -32,6 +38,26 @@ CONNECTIONS_MAX = 16
 DEADLINE_S = 10.0
 """Seconds for a request and its answer."""
 HEAD_BYTES_MAX = 16 * 1024
+PRINCIPAL = "metamq.principal"
+
+
+class StatusGuard(NamedTuple):
+    """What protects the port. Any thread."""
+
+    tls: FreshContext
+    may_describe: Callable[[str], bool]
+    """True if this principal may see the metrics."""
+
+
+def guard_of(config: BrokerConfig, security: BrokerSecurity | None, users: KnownUsers) -> StatusGuard | None:
+    """Returns what protects the port; None: nothing. Raises ConfigError if `http_tls` is set without certificates."""
+    if not config.http_tls:
+        return None
+    if security is None:
+        raise ConfigError(
+            "http_tls is on, and security is off", hint="Set `dir` in [security], or METAMQ_SECURITY_DIR."
+        )
+    return StatusGuard(security.server, users.may_describe)
 
 
 class _Head:
@@ -54,8 +80,16 @@ class _QuietHandler(WSGIRequestHandler):
     timeout = 10
 
     def setup(self) -> None:
+        if isinstance(self.request, ssl.SSLSocket):
+            self.request.settimeout(self.timeout)
+            self.request.do_handshake()
         super().setup()
         self.rfile = cast(Any, _Head(self.rfile))
+
+    def get_environ(self) -> dict[str, Any]:
+        """Returns WSGI's variables, and the name in the client's certificate."""
+        tls = self.request if isinstance(self.request, ssl.SSLSocket) else None
+        return super().get_environ() | {PRINCIPAL: principal_of(tls)}
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("http: " + format, *args)
@@ -70,6 +104,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     is_stopping = False
+    tls: FreshContext | None = None
 
     def __init__(self, *args: Any) -> None:
         self._began: dict[Any, float] = {}
@@ -80,7 +115,11 @@ class _Server(ThreadingMixIn, WSGIServer):
     def get_request(self) -> tuple[Any, Any]:
         """Pauses after an error. Without a free descriptor, the loop of socketserver would try again at once."""
         try:
-            return super().get_request()
+            request, address = super().get_request()
+            if self.tls is not None:  # its thread makes the handshake
+                context = self.tls.current()
+                request = context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            return request, address
         except OSError:
             if not self.is_stopping:
                 time.sleep(ACCEPT_PAUSE_S)
@@ -119,8 +158,9 @@ class _Server(ThreadingMixIn, WSGIServer):
 class StatusServer:
     """The HTTP port of a broker, from its construction on. Raises ConfigError if the port is taken, TooManyThreads."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, guard: StatusGuard | None = None) -> None:
         self._broker = broker
+        self._guard = guard
         registry = CollectorRegistry()
         registry.register(BrokerCollector(broker))
         self._metrics = make_wsgi_app(registry)
@@ -132,6 +172,7 @@ class StatusServer:
                 f"cannot serve metrics on {host}:{port}: {error.strerror}",
                 hint="Choose another --http-port (0 takes a free one, -1 serves none), or --http-host.",
             ) from error
+        self._server.tls = guard.tls if guard is not None else None
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="metamq-http", daemon=True)
         try:
@@ -142,6 +183,9 @@ class StatusServer:
 
     def _respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
+        if path == "/metrics" and self._guard is not None and not self._guard.may_describe(environ[PRINCIPAL]):
+            start_response("403 Forbidden", [("Content-Type", "text/plain")])
+            return [b"/metrics needs a certificate with the right `describe cluster`\n"]
         if path == "/metrics":
             metrics: Iterable[bytes] = self._metrics(environ, start_response)
             return metrics

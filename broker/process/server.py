@@ -40,7 +40,7 @@ from metamq.broker.front_door.audit import Audit
 from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.log.disk.files import SHORTAGES, FileCache
 from metamq.broker.log_once import LogOnce
-from metamq.broker.process.http import StatusServer
+from metamq.broker.process.http import StatusServer, guard_of
 from metamq.broker.process.listener import bind
 from metamq.broker.process.metrics import Histogram, SyncTimes
 from metamq.broker.process.parts import make_parts
@@ -133,7 +133,8 @@ class Broker:
             await self._until_answered(self._read_topics)
             await self._until_answered(self._users.read)
             self._make_parts(connections_max)
-            self._status = StatusServer(self) if config.http_port >= 0 else None
+            guard = guard_of(config, self._security, self._users)
+            self._status = StatusServer(self, guard) if config.http_port >= 0 else None
             await self._until_answered(self._parts.keeper.begin)
         except BaseException:
             await self._abandon()

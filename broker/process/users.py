@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from metamq.errors import ConnectError, CorruptData, NotAuthorized
-from metamq.security.rights import NO_RULES, UNLIMITED, Access, RuleTable
+from metamq.security.rights import CLUSTER, DESCRIBE, NO_RULES, UNLIMITED, Access, Resource, RuleTable
 from metamq.zk.cluster.rights import read_rules
 from metamq.zk.cluster.users import read_users
 from metamq.zk.session.watches import OneWatch
@@ -103,6 +103,10 @@ class KnownUsers:
     def access(self, principal: str, refused: Callable[[NotAuthorized], None]) -> Access:
         """Returns what the principal may do by the present rules. `refused` is called with each refusal."""
         return Access(principal, self._rules.value, refused=refused) if self._is_secure else UNLIMITED
+
+    def may_describe(self, principal: str) -> bool:
+        """True if the principal has the right `describe cluster`. Any thread."""
+        return bool(principal) and self._rules.value.decide(principal, DESCRIBE, Resource(CLUSTER)).is_allowed
 
     def find(self, user: str) -> Verifiers | None:
         """Returns the data that verifies the user's password; None: there is no such user."""
