@@ -69,7 +69,7 @@ def test_a_certificate_of_another_authority_is_refused(guarded: Cluster, authori
     other = Authority.make(tmp_path / "other")
     other.issue("admin")
     (other.folder / "ca.crt").write_bytes((authority.folder / "ca.crt").read_bytes())
-    with pytest.raises(OSError, match="ssl|SSL|closed|reset"):
+    with pytest.raises(OSError, match=r"ssl|SSL|closed|reset"):
         page(guarded, other.folder, "/metrics", "admin")
 
 
