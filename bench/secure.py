@@ -34,6 +34,7 @@ SMALL_PUTS = 3000
 RULES = 100
 CHECKS = 100_000
 USER = "etl"
+SIDES = ("broker", "client")
 
 
 def measure(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -46,6 +47,9 @@ def measure(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
             one |= {f"tls_{name}": value for name, value in with_tls.items()}
             for way in ("produce", "consume"):
                 one[f"{way}_ratio"] = with_tls[f"{way}_bytes_per_s"] / without[f"{way}_bytes_per_s"]
+                for side in SIDES:
+                    name = f"{way}_{side}_s_per_gb"
+                    one[f"added_{name}"] = with_tls[name] - without[name]
             one["certificate_connections_s"] = connections(secure, secure.security)
             one["password_connections_s"] = connections(secure, user)
             one["rights_to_put"] = rights_s() / put_s(plain)
@@ -102,7 +106,7 @@ def traffic(running: Cluster) -> dict[str, float]:
 @contextlib.contextmanager
 def measured(running: Cluster, what: str, found: dict[str, float]) -> Iterator[None]:
     """Adds bytes per second, and the processor seconds per GB of the broker and of this process."""
-    sides = {"broker": running.broker.pid, "client": os.getpid()}
+    sides = dict(zip(SIDES, (running.broker.pid, os.getpid()), strict=True))
     before = {side: processor_s(pid) for side, pid in sides.items()}
     began = time.perf_counter()
     yield
