@@ -128,7 +128,8 @@ def acl() -> None:
 
     \b
     PRINCIPAL  the name of a user or of a certificate; '*': all of them
-    RIGHT      read, write, create, alter, delete: of topics; describe, promote, recover: of the cluster
+    RIGHT      of topics: read, write, create, alter, delete;
+               of the cluster: describe, promote, recover
     RESOURCE   topic:orders, 'topic:orders-*' or cluster
 
     \b
