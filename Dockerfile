@@ -7,20 +7,21 @@ WORKDIR /source
 COPY pyproject.toml ./
 RUN python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
         extras = project["optional-dependencies"]; \
-        print(*project["dependencies"], *extras["local"], *extras["lz4"], *extras["zstd"], sep="\n")' >requirements.txt \
+        print(*project["dependencies"], *extras["local"], *extras["security"], *extras["lz4"], *extras["zstd"], sep="\n")' >requirements.txt \
     && python3 -m pip --python /opt/metamq/bin/python install --no-cache-dir --disable-pip-version-check -r requirements.txt
 COPY . .
 RUN python3 -m pip --python /opt/metamq/bin/python install --no-cache-dir --disable-pip-version-check --no-deps .
 # The jars of ZooKeeper go into the image, so a container needs no internet. They come from Maven Central, or from
 # `--build-arg METAMQ_MAVEN=<mirror>`; zk/server/jars.py has their SHA-512. -P: the installed metamq, not ./metamq.
 ARG METAMQ_MAVEN=
-RUN XDG_CACHE_HOME=/opt/cache /opt/metamq/bin/python -P -c "from metamq.zk.server.jars import find_jars; find_jars()" \
+RUN XDG_CACHE_HOME=/opt/cache /opt/metamq/bin/python -P -c "from metamq.zk.server.jars import find_jars; find_jars(secure=True)" \
     && mv /opt/cache/metamq/zookeeper-* /opt/metamq/zookeeper
 
 FROM python:3.11-slim-bookworm AS metamq
 RUN groupadd --system --gid 8123 metamq \
     && useradd --system --uid 8123 --gid metamq --no-create-home --home-dir /var/lib/metamq metamq \
-    && install --directory --owner metamq --group metamq /var/lib/metamq /etc/metamq
+    && install --directory --owner metamq --group metamq /var/lib/metamq /etc/metamq /etc/metamq/security \
+        /etc/metamq/spark-security
 COPY --from=build /opt/metamq /opt/metamq
 ENV PATH=/opt/metamq/bin:$PATH \
     PYTHONUNBUFFERED=1 \

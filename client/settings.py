@@ -37,7 +37,7 @@ ROOT_VARIABLE = "METAMQ_ROOT"
 SECTIONS = ("broker", "producer", "consumer", "security")
 VARIABLES = (
     CONFIG_FILE_VARIABLE, ZOOKEEPER_VARIABLE, ROOT_VARIABLE, "METAMQ_JAVA", "METAMQ_ZOOKEEPER_JARS", "METAMQ_MAVEN",
-    "METAMQ_ZOOKEEPER_MEMORY",
+    "METAMQ_ZOOKEEPER_MEMORY", "METAMQ_ZOOKEEPER_ENSEMBLE", "METAMQ_ZOOKEEPER_ID",
 )  # fmt: skip
 """The variables that belong to no section."""
 KEYS = ("zookeeper", "root", *SECTIONS)

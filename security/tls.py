@@ -95,6 +95,8 @@ class Security(NamedTuple):
 
     brokers: ClientSecurity | None = None
     zookeeper: FreshContext | None = None
+    has_certificate: bool = False
+    """True if ZooKeeper knows this process by a certificate: it owns the groups that it makes."""
 
 
 OFF = Security()
@@ -107,9 +109,10 @@ def client_security(config: SecurityConfig) -> Security:
         return OFF
     if config.user:
         check_library()
-    tls = FreshContext(config.files(), client_context)
+    files = config.files()
+    tls = FreshContext(files, client_context)
     brokers = ClientSecurity(tls, config.user, config.password_file, config.token_file)
-    return Security(brokers, tls if config.zookeeper_tls else None)
+    return Security(brokers, tls if config.zookeeper_tls else None, bool(files.certificate))
 
 
 class BrokerSecurity(NamedTuple):

@@ -39,7 +39,7 @@ from metamq.errors import ConfigError, CorruptData, MetamqError
 from metamq.security.config import SecurityConfig
 from metamq.security.exposure import EXPOSED_HINT, is_exposed
 from metamq.wire.commands import Command
-from metamq.zk.cluster.node_acls import wrong_nodes
+from metamq.zk.cluster.node_acls import open_groups, wrong_nodes
 from metamq.zk.documents import collect_skipped
 from metamq.zk.groups.members import owned_partitions, read_members
 from metamq.zk.groups.plans import PLAN_BYTES_MAX, PLAN_HINT, read_plan
@@ -241,6 +241,9 @@ async def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
         if access.security.zookeeper_tls and (wrong := await wrong_nodes(cluster.session, enough=1)):
             problem = f"on, and others can change nodes in ZooKeeper, as {wrong[0]}"
             return Finding(what, "warning", problem, "`metamq security migrate` corrects that.")
+        if access.security.zookeeper_tls and (names := await open_groups(cluster.session)):
+            problem = f"on, and each client can change {count(len(names), 'group')}, as {names[0]}"
+            return Finding(what, "warning", problem, "`metamq group owner` gives a group to a certificate.")
         if access.security.zookeeper_tls or not any(map(is_exposed, zookeepers)):
             return Finding(what, "ok", "on")
         hint = f"Remove METAMQ_SECURITY_ZOOKEEPER_TLS once ZooKeeper has its certificate. {EXPOSED_HINT}"

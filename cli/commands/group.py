@@ -1,4 +1,4 @@
-"""`metamq group`: list, describe, explain, reset, evict, delete."""
+"""`metamq group`: list, describe, explain, reset, evict, owner, delete."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from metamq.cli.show.output import (
     table_lines,
 )
 from metamq.cli.show.units import EXISTING_GROUP, PLACE, TOPIC, Parsed, show_age
+from metamq.security.rights import ANY_PRINCIPAL
 from metamq.zk.names import check_consumer, parse_partition
 from metamq.zk.partitions import TopicPartition
 
@@ -269,6 +270,29 @@ def _eviction(found: GroupDescription, consumer_id: str) -> list[str]:
     if held:
         lines.append(f"  {consumer_id} owns {', '.join(held)}.")
     return lines
+
+
+@group.command()
+@click.argument("name", type=EXISTING_GROUP)
+@click.argument("principal")
+@TEXT_OR_JSON
+def owner(name: str, principal: str, output: str) -> None:
+    """Give a group to the clients with the certificate PRINCIPAL; '*': to all clients.
+
+    With TLS to ZooKeeper, a group belongs to the certificate that made it. Clients without a certificate make groups
+    that are open to all.
+
+    \b
+    metamq group owner etl report
+    metamq group owner etl '*'
+    """
+    with current().admin() as admin:
+        admin.set_group_owner(name, principal)
+    if output == "json":
+        print_json({"group": name, "owner": principal})
+    else:
+        whose = "open to all clients" if principal == ANY_PRINCIPAL else f"of the certificate {principal}"
+        say(f"Group {name} is now {whose}.")
 
 
 @group.command()

@@ -219,9 +219,9 @@ def zookeeper(
     ):
         say("Clients on other machines cannot connect to this server: give --host 0.0.0.0, or the machine's address.")
     restrict_process()
+    security = security_config(None, current().config)
     if fetch_jars:
         return _fetch_jars(output)
-    security = security_config(None, current().config)
     with StopSignals() as signals, contextlib.suppress(Stopped):
         find_java_and_jars(signals, secure=security.is_on)
         with EmbeddedZooKeeper(

@@ -31,8 +31,11 @@ from metamq.client.group.rebalance_decisions import why_idle
 from metamq.client.group.strategies import explain
 from metamq.client.model import requested_time_us
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionNotFound
+from metamq.security.names import check_name
+from metamq.security.rights import ANY_PRINCIPAL
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.words import count
+from metamq.zk.cluster.node_acls import give_group
 from metamq.zk.documents import skip_unreadable
 from metamq.zk.errors import NoNode, NotEmpty
 from metamq.zk.groups import members
@@ -342,6 +345,17 @@ async def delete_group(cluster: ClusterClient, group: str) -> None:
     except NotEmpty:
         await members.check_empty(session, group, "it cannot be deleted")
         raise ConfigError(f"group {group!r} is in use again", hint="Stop its members first.") from None
+
+
+async def set_group_owner(cluster: ClusterClient, group: str, principal: str) -> None:
+    """Gives a group to another certificate. See Admin.set_group_owner."""
+    if principal != ANY_PRINCIPAL:
+        check_name(principal)
+    session = cluster.session
+    if session.security.zookeeper is None:
+        raise ConfigError("groups have owners only if ZooKeeper knows its clients by TLS", hint="See docs/security.md.")
+    await check_exists(session, group)
+    await give_group(session, group, principal)
 
 
 async def _delete_tree(session: Session, path: str) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from metamq import Admin
+from metamq import Admin, SecurityConfig
 from tests.parts import wait_until
 
 if TYPE_CHECKING:
@@ -129,11 +129,13 @@ def _is_free(address: str, port: int) -> bool:
 
 
 class Composition:
-    """What docker-compose.yml starts, with an ensemble of ZooKeeper or without, under a project name of its own."""
+    """What docker-compose.yml starts, under a project name of its own: with security, or an ensemble without it."""
 
     def __init__(
         self, engine: DockerClient, compose_command: list[str], image: str, *, with_ensemble: bool = False
     ) -> None:
+        self.security = SecurityConfig()
+        """That of clients, as the administrator."""
         self.engine = engine
         self.image = image
         self.project = f"metamq-test-{uuid.uuid4().hex[:8]}"
@@ -144,24 +146,44 @@ class Composition:
         self._settings = {"METAMQ_IMAGE": self.image, "METAMQ_PUBLISH": self.address, "METAMQ_ADVERTISE": self.address}
         if with_ensemble:
             self._command += ["--profile", "ensemble"]
-            self._settings["METAMQ_ENSEMBLE"] = ",".join(ZOOKEEPERS)
+            self._settings |= {"METAMQ_ENSEMBLE": ",".join(ZOOKEEPERS), "METAMQ_CERTIFICATES": ""}
 
-    def compose(self, *arguments: str) -> None:
-        """Runs a command of Compose; fails with what it said."""
+    def compose(self, *arguments: str) -> bytes:
+        """Runs a command of Compose; returns its output, or fails with what it said."""
         environment = {**os.environ, **self._settings}
-        done = subprocess.run(
-            [*self._command, *arguments], env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
+        done = subprocess.run([*self._command, *arguments], env=environment, capture_output=True, timeout=300)
+        assert done.returncode == 0, done.stderr.decode()
+        return done.stdout
 
-    def up(self) -> None:
-        """Starts all; returns once every slave is in sync."""
+    def up(self, folder: Path | None = None) -> None:
+        """Starts all; returns once every slave is in sync. `folder` takes the administrator's certificate."""
         self.compose("up", "-d", "--no-build")
+        if folder is not None:
+            self.take_certificate(folder)
         for service in REPLICAS:
             self.wait_ready(service)
-        with Admin(self.zookeeper) as admin:
+        with self.admin() as admin:
             for broker_id in (0, 1):
                 self.wait_in_sync(admin, broker_id)
+
+    def take_certificate(self, folder: Path) -> None:
+        """Takes the administrator's certificate as the head of docker-compose.yml says."""
+        files = ("ca.crt", "revoked.crl", "admin.crt", "admin.key")
+        packed = self.compose("run", "--rm", "-T", "--entrypoint", "tar", "admin", "-c", *files)
+        subprocess.run(["tar", "-x", "-C", str(folder)], input=packed, check=True)
+        self.security = SecurityConfig(dir=str(folder), role="admin")
+
+    def environment(self) -> dict[str, str]:
+        """The variables of a client on this machine."""
+        return {
+            "METAMQ_ZOOKEEPER": self.zookeeper,
+            "METAMQ_SECURITY_DIR": self.security.dir,
+            "METAMQ_SECURITY_ROLE": self.security.role,
+        }
+
+    def admin(self) -> Admin:
+        """The administration of the cluster."""
+        return Admin(self.zookeeper, security=self.security)
 
     def container(self, service: str) -> Container:
         """The service's container as it is now."""
@@ -208,7 +230,7 @@ class Composition:
 
     def down(self) -> None:
         """Removes all, with the data."""
-        self.compose("--profile", "spark", "down", "--volumes", "--timeout", "2")
+        self.compose("--profile", "spark", "--profile", "admin", "down", "--volumes", "--timeout", "2")
 
 
 def freeze(container: Container) -> None:
@@ -229,11 +251,13 @@ def freeze(container: Container) -> None:
 
 
 @pytest.fixture(scope="session")
-def composition(engine: DockerClient, compose_command: list[str], image: str) -> Iterator[Composition]:
+def composition(
+    engine: DockerClient, compose_command: list[str], image: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Composition]:
     """docker-compose.yml, running, for all tests; gone with its data after them. Roles change: ask for them."""
     composition = Composition(engine, compose_command, image)
     try:
-        composition.up()
+        composition.up(tmp_path_factory.mktemp("certificate"))
         yield composition
     finally:
         composition.down()
@@ -241,7 +265,7 @@ def composition(engine: DockerClient, compose_command: list[str], image: str) ->
 
 @pytest.fixture(scope="session")
 def with_ensemble(engine: DockerClient, compose_command: list[str], image: str) -> Iterator[Composition]:
-    """The same with an ensemble of ZooKeeper servers."""
+    """The same with an ensemble of ZooKeeper servers, and without security."""
     composition = Composition(engine, compose_command, image, with_ensemble=True)
     try:
         composition.up()

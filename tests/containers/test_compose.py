@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from metamq import Producer, SecurityConfig
+from metamq.errors import DeliveryTimeout
 from tests.containers.conftest import CONTAINERS, Composition
 from tests.containers.under_load import UnderLoad
 from tests.parts import wait_until
@@ -26,7 +30,7 @@ def assert_greeted(output: str) -> None:
 
 
 def test_the_readmes_ten_lines_run_outside_the_containers(composition: Composition) -> None:
-    environment = {**os.environ, "METAMQ_ZOOKEEPER": composition.zookeeper}
+    environment = {**os.environ, **composition.environment()}
     done = subprocess.run(
         [sys.executable, "-c", ten_lines()], env=environment, capture_output=True, text=True, timeout=180
     )
@@ -38,11 +42,33 @@ def test_the_readmes_ten_lines_run_in_another_container(composition: Composition
     output = composition.engine.containers.run(
         composition.image,
         entrypoint=["python", "-c", ten_lines().replace('"readers"', '"inside"')],
-        environment={"METAMQ_ZOOKEEPER": "zookeeper:2181"},
+        environment={
+            "METAMQ_ZOOKEEPER": "zookeeper:2181",
+            "METAMQ_SECURITY_DIR": "/var/lib/metamq",
+            "METAMQ_SECURITY_ROLE": "admin",
+        },
+        volumes={f"{composition.project}_authority": {"bind": "/var/lib/metamq", "mode": "ro"}},
         network=f"{composition.project}_default",
         remove=True,
     )
     assert_greeted(output.decode())
+
+
+def test_without_a_certificate_nothing_is_allowed(composition: Composition) -> None:
+    known = SecurityConfig(ca=f"{composition.security.dir}/ca.crt")
+    with (
+        pytest.raises(DeliveryTimeout, match="it asks for a user"),
+        Producer(composition.zookeeper, security=known, delivery_timeout_s=5) as producer,
+    ):
+        producer.send("greetings", b"x").result(60)
+
+
+def test_a_container_has_only_the_certificates_that_it_needs(composition: Composition) -> None:
+    broker = composition.container("broker-0")
+    found = set(broker.exec_run(["ls", "/etc/metamq/security"]).output.decode().split())
+    assert found == {"ca.crt", "revoked.crl", "brokers.crt", "brokers.key", "zookeeper.crt", "zookeeper.key"}
+    assert "brokers" in composition.compose("run", "--rm", "-T", "admin", "security", "list").decode()
+    assert "greetings" in composition.compose("run", "--rm", "-T", "admin", "topic", "list").decode()
 
 
 def test_the_health_check_follows_the_broker(composition: Composition) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 
-from metamq import Admin, Consumer
+from metamq import Consumer
 from tests.containers.conftest import Composition
 from tests.load import Load, blocking, check
 from tests.parts import Stored, read_to_end, wait_until
@@ -25,7 +25,7 @@ class UnderLoad:
         self._composition = composition
         self._topic = topic
         self._loads: list[Load] = []
-        self.admin = Admin(composition.zookeeper)
+        self.admin = composition.admin()
         self.master = self.slave = ""
         """The services that play these roles at the beginning."""
 
@@ -36,7 +36,8 @@ class UnderLoad:
             self.master, self.slave = roles["master"], roles["slave"]
             self.admin.create_topic(self._topic, partitions=3, brokers=[BROKER_ID], replication="sync")
             for keyed in (True, False):
-                producer = blocking(self._composition.zookeeper, keyed=keyed, topic=self._topic)
+                where = self._composition
+                producer = blocking(where.zookeeper, keyed=keyed, topic=self._topic, security=where.security)
                 self._loads.append(Load(len(self._loads), 0, producer))
             self.wait_for_more()
         except BaseException:
@@ -68,8 +69,10 @@ class UnderLoad:
     def _read_all(self) -> dict[str, list[Stored]]:
         """All that is in the topic, by partition."""
         stored: dict[str, list[Stored]] = defaultdict(list)
-        zookeeper = self._composition.zookeeper
-        with Consumer[bytes](zookeeper, topics=[self._topic], start="earliest", idle_timeout_s=2) as consumer:
+        zookeeper, security = self._composition.zookeeper, self._composition.security
+        with Consumer[bytes](
+            zookeeper, topics=[self._topic], start="earliest", idle_timeout_s=2, security=security
+        ) as consumer:
             for message in read_to_end(consumer):
                 stored[message.partition].append(Stored(message.offset, message.key, message.value))
         return stored

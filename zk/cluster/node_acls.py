@@ -6,14 +6,16 @@ Nodes that were made before security was on, or without TLS to ZooKeeper, may be
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from metamq.errors import NotAuthorized
 from metamq.zk.errors import NoNode
-from metamq.zk.session.acls import acl_of, differs
+from metamq.zk.session.acls import acl_of, differs, is_open, owned_by
 
 if TYPE_CHECKING:
+    from metamq.zk.session.acls import Acl
     from metamq.zk.session.session import Session
 
 AT_ONCE = 200
@@ -70,6 +72,38 @@ async def _is_corrected(session: Session, path: str) -> bool:
     except NotAuthorized:
         return False
     return True
+
+
+async def give_group(session: Session, group: str, principal: str) -> None:
+    """Gives a group to a certificate; ANY_PRINCIPAL: to all clients. Raises NotAuthorized, ConnectionLost."""
+    wanted, root = owned_by(principal), session.paths.group(group)
+    # Its members may add nodes until they have lost that right.
+    while wrong := await _differing(session, root, wanted):
+        for path in wrong:
+            with contextlib.suppress(NoNode):
+                await session.set_acl(path, wanted)
+
+
+async def _differing(session: Session, path: str, wanted: Acl) -> list[str]:
+    """Returns the node and those below it that have another list, parents first."""
+    try:
+        found = [path] if differs(await session.acl(path), wanted) else []
+    except NoNode:
+        return []
+    for name in await session.children_or_none(path) or []:
+        found += await _differing(session, f"{path}/{name}", wanted)
+    return found
+
+
+async def open_groups(session: Session) -> list[str]:
+    """Returns the groups that each client may change. Raises ConnectionLost."""
+    names = sorted(await session.children_or_none(session.paths.groups()) or [])
+    found = []
+    for name in names:
+        with contextlib.suppress(NoNode, NotAuthorized):
+            if is_open(await session.acl(session.paths.group(name))):
+                found.append(name)
+    return found
 
 
 async def brokers_without_certificate(session: Session) -> list[str]:

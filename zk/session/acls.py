@@ -3,21 +3,24 @@
     nodes                         certificates `brokers`, `admin`    other clients
     /meta/security, and below     all                                nothing
     /meta/consumers, /meta/spark  all                                reads, adds and removes nodes
-    below these two               all                                all
+    below these two               all                                reads; the client that made it: all
     the rest of /meta             all                                reads
     outside of /meta              all                                all
 
-So brokers and administrators own topics, registrations, users and rules, and clients own groups and the state of
-Spark's sinks. A node gets its list when it is made; `metamq security migrate` gives older nodes theirs.
+So brokers and administrators own topics, registrations, users and rules, and clients own their groups and the state of
+their Spark sinks. A client without a certificate cannot be told from others: all may change its groups. What is made in
+such a group later stays open, too. A node gets its list when it is made; `metamq security migrate` gives older nodes
+theirs, and `metamq group owner` gives a group to another client.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kazoo.security import OPEN_ACL_UNSAFE, make_acl
+from kazoo.security import OPEN_ACL_UNSAFE, Permissions, make_acl
 
 from metamq.security.config import ADMIN, BROKERS
+from metamq.security.rights import ANY_PRINCIPAL
 
 if TYPE_CHECKING:
     from metamq.zk.paths import Paths
@@ -29,10 +32,12 @@ _PRIVATE: Acl = _OWNERS
 _READABLE: Acl = [*_OWNERS, make_acl("world", "anyone", read=True)]
 _SHARED: Acl = [*_OWNERS, make_acl("world", "anyone", read=True, create=True, delete=True)]
 _OPEN: Acl = OPEN_ACL_UNSAFE
+_OF_CREATOR: Acl = [*_READABLE, make_acl("auth", "", all=True)]
+"""ZooKeeper puts the name in the creator's certificate in the place of `auth`."""
 
 
-def acl_of(paths: Paths, path: str) -> Acl:
-    """Returns the access list of a node."""
+def acl_of(paths: Paths, path: str, *, is_owned: bool = False) -> Acl:
+    """Returns the access list of a node. `is_owned`: in a group or sink, it belongs to the client that makes it."""
     if _is_in(path, paths.security()):
         return _PRIVATE
     if not _is_in(path, paths.root):
@@ -40,7 +45,27 @@ def acl_of(paths: Paths, path: str) -> Acl:
     shared = (paths.groups(), paths.sinks())
     if path in shared:
         return _SHARED
-    return _OPEN if any(_is_in(path, one) for one in shared) else _READABLE
+    if shared_root(paths, path) is None:
+        return _READABLE
+    return _OF_CREATOR if is_owned else _OPEN
+
+
+def shared_root(paths: Paths, path: str) -> str | None:
+    """Returns the node of the group or the sink that this node belongs to, as "/meta/consumers/etl"."""
+    for folder in (paths.groups(), paths.sinks()):
+        if path.startswith(f"{folder}/"):
+            return f"{folder}/{path[len(folder) + 1 :].partition('/')[0]}"
+    return None
+
+
+def owned_by(principal: str) -> Acl:
+    """Returns the access list of a node of a group that belongs to a certificate; ANY_PRINCIPAL: to all clients."""
+    return _OPEN if principal == ANY_PRINCIPAL else [*_READABLE, make_acl("x509", f"CN={principal}", all=True)]
+
+
+def is_open(found: Acl) -> bool:
+    """True if each client may change the node."""
+    return any(one.id.scheme == "world" and one.perms & Permissions.WRITE for one in found)
 
 
 def _is_in(path: str, folder: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kazoo import exceptions as kazoo_errors
@@ -40,6 +41,11 @@ _OWNERS_HINT = (
     "Only the certificates `brokers` and `admin` may. An administrator sets METAMQ_SECURITY_ROLE=admin. If this "
     "process has one of them: ZooKeeper must ask for certificates, ssl.clientAuth=want."
 )
+_SHARED = re.compile(r"/(consumers|spark)/[^/]")
+_SHARED_HINT = (
+    "This group or sink belongs to the certificate that made it. Take another name, or an administrator gives the "
+    "group to another certificate: `metamq group owner`."
+)
 _NO_X509_HINT = "Set ssl.clientAuth=want in ZooKeeper, or connect without TLS: METAMQ_SECURITY_ZOOKEEPER_TLS=false."
 
 
@@ -51,7 +57,8 @@ def error_of(error: BaseException, servers: str, path: str, index: int | None = 
     if isinstance(error, kazoo_errors.SessionExpiredError) and not isinstance(error, _UNKNOWN_OUTCOMES):
         return SessionExpired(servers, "the session expired before an answer came")
     if isinstance(error, kazoo_errors.NoAuthError):
-        return NotAuthorized("this client", "access", f"znode {path}", hint=_OWNERS_HINT)
+        hint = _SHARED_HINT if _SHARED.search(path) else _OWNERS_HINT
+        return NotAuthorized("this client", "access", f"znode {path}", hint=hint)
     if isinstance(error, kazoo_errors.InvalidACLError):
         return ZooKeeperError(path, index, reason="ZooKeeper does not know clients by certificates", hint=_NO_X509_HINT)
     if isinstance(error, kazoo_errors.ZookeeperError) and not isinstance(error, _UNKNOWN_OUTCOMES):
@@ -71,14 +78,14 @@ def node_of(data: bytes | None, stat: Any) -> Node:
     )
 
 
-def commit(operations: Sequence[tuple[Op, str]], acl: Callable[[str], Acl | None], client: Any) -> Any:
-    """Passes a transaction of (operation, path below the root of ZooKeeper) to kazoo's `client`. `acl` returns the
-    access list of a new node."""
+def commit(operations: Sequence[tuple[Op, str]], acls: Mapping[str, Acl | None], client: Any) -> Any:
+    """Passes a transaction of (operation, path below the root of ZooKeeper) to kazoo's `client`. `acls` has the access
+    list of each new node."""
     transaction = client.transaction()
     for operation, full in operations:
         match operation:
             case Create(data=data, ephemeral=ephemeral):
-                transaction.create(full, data, acl(operation.path), ephemeral=ephemeral)
+                transaction.create(full, data, acls[operation.path], ephemeral=ephemeral)
             case SetData(data=data, version=version):
                 transaction.set_data(full, data, version)
             case Delete(version=version):

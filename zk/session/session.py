@@ -31,19 +31,19 @@ import asyncio
 import enum
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from kazoo.protocol.states import KazooState
 
-from metamq.errors import ClosedError, ConfigError, ConnectError, MessageTooLarge
+from metamq.errors import ClosedError, ConfigError, ConnectError, MessageTooLarge, NotAuthorized
 from metamq.security.tls import OFF, Security
 from metamq.zk.errors import ConnectionLost, NodeExists, NoNode
 from metamq.zk.nodes import Create, Listing, Node, Op, SetData, Stat
 from metamq.zk.paths import DEFAULT_ROOT, Paths
 from metamq.zk.servers import parse_servers
-from metamq.zk.session.acls import Acl, acl_of
+from metamq.zk.session.acls import Acl, acl_of, is_open, shared_root
 from metamq.zk.session.answers import commit, error_of, failure_of, node_of, stat_of, version_after
 from metamq.zk.session.link import Link
 from metamq.zk.session.refused import is_refused_alone
@@ -273,12 +273,13 @@ class Session:
         session_id, full = self._open_session_id(), self._full(path)
         _check_data(path, data)
         while True:
+            acl = (await self._acls([path]))[path]
             try:
                 _, stat = await self._ask(
                     session_id,
                     path,
-                    lambda client: client.create_async(
-                        full, data, self._acl(path), ephemeral=ephemeral, include_data=True
+                    lambda client, acl=acl: client.create_async(
+                        full, data, acl, ephemeral=ephemeral, include_data=True
                     ),
                 )
                 return node_of(data, stat)
@@ -288,9 +289,25 @@ class Session:
                     raise
                 await self._ensure(session_id, parent)
 
-    def _acl(self, path: str) -> Acl | None:
-        """Returns the access list of a new node; None is kazoo's default: each client may do everything."""
-        return acl_of(self.paths, path) if self.security.zookeeper is not None else None
+    async def _acls(self, paths: Iterable[str]) -> dict[str, Acl | None]:
+        """Returns the access list of each new node; None is kazoo's default: each client may do everything."""
+        if self.security.zookeeper is None:
+            return dict.fromkeys(paths)
+        found: dict[str, Acl | None] = {}
+        owned: dict[str, bool] = {}
+        for path in paths:
+            root = shared_root(self.paths, path)
+            if root is not None and root not in owned:
+                owned[root] = self.security.has_certificate and not await self._is_open(root)
+            found[path] = acl_of(self.paths, path, is_owned=root is not None and owned[root])
+        return found
+
+    async def _is_open(self, root: str) -> bool:
+        """True if each client may change this group or sink; False if there is none."""
+        try:
+            return is_open(await self.acl(root))
+        except (NoNode, NotAuthorized):
+            return False
 
     async def acl(self, path: str) -> Acl:
         """Returns the access list of a node. Raises NoNode, NotAuthorized."""
@@ -335,7 +352,8 @@ class Session:
         for operation in operations:
             if isinstance(operation, Create | SetData):
                 _check_data(operation.path, operation.data)
-        work = functools.partial(commit, list(zip(operations, full, strict=True)), self._acl)
+        acls = await self._acls(operation.path for operation in operations if isinstance(operation, Create))
+        work = functools.partial(commit, list(zip(operations, full, strict=True)), acls)
         results: list[Any] = await self._ask(session_id, operations[0].path, work)
         failure = failure_of(results)
         if failure is not None:
@@ -419,7 +437,8 @@ class Session:
                 hint="The first broker makes it. Give the chroot that the brokers have in their address.",
             )
         try:
-            acl = self._acl(full.removeprefix(self.chroot) or "/")
+            path = full.removeprefix(self.chroot) or "/"
+            acl = (await self._acls([path]))[path]
             await self._ask(session_id, full, lambda client: client.create_async(full, b"", acl))
         except NodeExists:
             return

@@ -127,7 +127,7 @@ def test_a_client_of_a_newer_release_that_still_speaks_ours(front: Any) -> None:
     assert client.answer().header[0] == 1
 
 
-@pytest.mark.parametrize("command", [0, 2, 11, 99, 255, Command.HELLO])
+@pytest.mark.parametrize("command", [0, 2, 12, 99, 255, Command.HELLO])
 def test_an_unknown_command(front: Any, command: int) -> None:
     client = front.connect()
     for body in (None, [bytes(100)]):

@@ -1,0 +1,164 @@
+"""A group belongs to the certificate that made it; one that a client without a certificate made is open to all."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from metamq import Admin, Consumer, SecurityConfig
+from metamq.errors import ConfigError, MetamqError, NotAuthorized
+from metamq.security.certificates import Authority
+from metamq.security.tls import client_security
+from metamq.testing import Cluster, cluster
+from metamq.zk.cluster.node_acls import open_groups
+from metamq.zk.nodes import ANY_VERSION
+from metamq.zk.paths import Paths
+from metamq.zk.session.acls import owned_by
+from metamq.zk.session.session import Session
+from tests.parts import SLOW_S, read_to_end
+from tests.security.certificate_folder import client_of, secured
+
+PATHS = Paths("/meta")
+COUNT = 20
+
+
+@pytest.fixture(scope="module")
+def owned(authority: Authority) -> Iterator[Cluster]:
+    """A topic with messages, and two programs that may read it."""
+    with cluster(security=secured(authority.folder)) as running, running.admin() as admin:
+        running.create_topic("flights", partitions=2)
+        for program in ("etl", "report"):
+            authority.issue(program)
+            admin.add_rules("allow", program, "read", "topic:flights")
+        with running.producer() as producer:
+            producer.send_many("flights", [b"%d" % number for number in range(COUNT)]).result(SLOW_S)
+        yield running
+
+
+@pytest.fixture
+def etl(authority: Authority) -> SecurityConfig:
+    return client_of(authority.folder, "etl")
+
+
+@pytest.fixture
+def report(authority: Authority) -> SecurityConfig:
+    return client_of(authority.folder, "report")
+
+
+@pytest.fixture
+def group() -> str:
+    return uuid.uuid4().hex
+
+
+def consume(running: Cluster, group: str, security: SecurityConfig) -> int:
+    """Reads and commits as a member; returns the number of messages."""
+    with Consumer(
+        running.zookeeper, topics="flights", group=group, start="earliest", idle_timeout_s=1, security=security
+    ) as consumer:
+        found = len(read_to_end(consumer))
+        consumer.commit()
+        return found
+
+
+def run(running: Cluster, security: SecurityConfig, work: Callable[[Session], Awaitable[object]]) -> None:
+    async def opened() -> None:
+        async with await Session.open(running.zookeeper, security=client_security(security)) as session:
+            await work(session)
+
+    asyncio.run(asyncio.wait_for(opened(), SLOW_S))
+
+
+async def tree(session: Session, path: str) -> list[str]:
+    names = await session.children_or_none(path) or []
+    return [path, *[one for name in sorted(names) for one in await tree(session, f"{path}/{name}")]]
+
+
+async def outcome(change: Awaitable[object]) -> str:
+    """Empty if it is done, else what the client reads."""
+    try:
+        await change
+    except MetamqError as error:
+        return str(error)
+    return ""
+
+
+def test_another_certificate_reads_a_group_and_changes_nothing(
+    owned: Cluster, authority: Authority, group: str, etl: SecurityConfig, report: SecurityConfig
+) -> None:
+    assert consume(owned, group, etl) == COUNT
+    outcomes: list[str] = []
+
+    async def attack(session: Session) -> None:
+        nodes = await tree(session, PATHS.group(group))
+        assert len(nodes) > 4
+        for path in nodes:
+            assert (await session.get(path)).data is not None
+            outcomes.append(await outcome(session.set(path, b"", ANY_VERSION)))
+            outcomes.append(await outcome(session.create(f"{path}/new")))
+            outcomes.append(await outcome(session.set_acl(path, owned_by("report"))))
+            if path != nodes[0]:  # that one is in a folder where each client makes groups, and is not empty
+                outcomes.append(await outcome(session.delete(path, ANY_VERSION)))
+
+    for stranger in (report, client_of(authority.folder)):
+        run(owned, stranger, attack)
+    assert [one for one in outcomes if "belongs to the certificate that made it" not in one] == []
+    with pytest.raises(NotAuthorized, match="may not access znode /meta/consumers/"):
+        consume(owned, group, report)
+    assert consume(owned, group, etl) == 0, "it goes on behind what it has committed"
+
+
+def test_a_group_is_given_to_another_certificate(
+    owned: Cluster, group: str, etl: SecurityConfig, report: SecurityConfig
+) -> None:
+    assert consume(owned, group, etl) == COUNT
+    with Admin(owned.zookeeper, security=report) as theirs, pytest.raises(NotAuthorized):
+        theirs.set_group_owner(group, "report")
+    with owned.admin() as admin:
+        admin.set_group_owner(group, "report")
+        assert consume(owned, group, report) == 0
+        with pytest.raises(NotAuthorized):
+            consume(owned, group, etl)
+        admin.set_group_owner(group, "*")
+        assert consume(owned, group, etl) == 0
+        assert consume(owned, group, report) == 0
+        with pytest.raises(ConfigError, match="there is no group"):
+            admin.set_group_owner("not-there", "report")
+
+
+def test_an_owner_gives_its_group_away(owned: Cluster, group: str, etl: SecurityConfig, report: SecurityConfig) -> None:
+    assert consume(owned, group, etl) == COUNT
+    with Admin(owned.zookeeper, security=etl) as theirs:
+        theirs.set_group_owner(group, "report")
+    assert consume(owned, group, report) == 0
+
+
+def test_a_group_of_before_stays_open_for_all(
+    owned: Cluster, authority: Authority, group: str, etl: SecurityConfig, report: SecurityConfig
+) -> None:
+    """It was made without a certificate. What a client with one adds to it is open, too."""
+
+    async def make(session: Session) -> None:
+        await session.ensure(PATHS.group(group))
+
+    run(owned, client_of(authority.folder), make)
+    assert consume(owned, group, etl) == COUNT
+    assert consume(owned, group, report) == 0
+    found: list[str] = []
+
+    async def look(session: Session) -> None:
+        found.extend(await open_groups(session))
+
+    run(owned, secured(authority.folder), look)
+    assert group in found
+
+
+def test_an_owner_deletes_its_group(owned: Cluster, group: str, etl: SecurityConfig, report: SecurityConfig) -> None:
+    consume(owned, group, etl)
+    with Admin(owned.zookeeper, security=report) as theirs, pytest.raises(NotAuthorized):
+        theirs.delete_group(group)
+    with Admin(owned.zookeeper, security=etl) as admin:
+        admin.delete_group(group)
+        assert group not in admin.groups()
