@@ -236,7 +236,7 @@ _REASONS = {
 }
 
 
-def principal_of(tls: ssl.SSLObject | None) -> str:
+def principal_of(tls: ssl.SSLObject | ssl.SSLSocket | None) -> str:
     """Returns the name in the client's certificate, which was verified; empty: it has none."""
     certificate: dict[str, Any] = (tls.getpeercert() if tls is not None else None) or {}
     names = [str(value) for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]

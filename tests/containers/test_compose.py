@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any, cast
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_without_a_certificate_nothing_is_allowed(composition: Composition) -> N
 
 
 def test_a_container_has_only_the_certificates_that_it_needs(composition: Composition) -> None:
-    broker = composition.container("broker-0")
+    broker = cast("Any", composition.container("broker-0"))
     found = set(broker.exec_run(["ls", "/etc/metamq/security"]).output.decode().split())
     assert found == {"ca.crt", "revoked.crl", "brokers.crt", "brokers.key", "zookeeper.crt", "zookeeper.key"}
     assert "brokers" in composition.compose("run", "--rm", "-T", "admin", "security", "list").decode()
