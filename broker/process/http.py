@@ -42,7 +42,7 @@ PRINCIPAL = "metamq.principal"
 
 
 class StatusGuard(NamedTuple):
-    """What protects the port. Any thread."""
+    """The protection of the port. Any thread."""
 
     tls: FreshContext
     may_describe: Callable[[str], bool]

@@ -8,7 +8,7 @@
     outside of /meta              all                                all
 
 So brokers and administrators own topics, registrations, users and rules, and clients own their groups and the state of
-their Spark sinks. A client without a certificate cannot be told from others: all may change its groups. What is made in
+their Spark sinks. ZooKeeper does not know a client without a certificate: all clients may change its groups. What is made in
 such a group later stays open, too. A node gets its list when it is made; `metamq security migrate` gives older nodes
 theirs, and `metamq group owner` gives a group to another client.
 """

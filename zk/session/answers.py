@@ -78,6 +78,11 @@ def node_of(data: bytes | None, stat: Any) -> Node:
     )
 
 
+def create_node(full: str, data: bytes, acl: Acl | None, ephemeral: bool, client: Any) -> Any:
+    """Passes the creation of a node to kazoo's `client`."""
+    return client.create_async(full, data, acl, ephemeral=ephemeral, include_data=True)
+
+
 def commit(operations: Sequence[tuple[Op, str]], acls: Mapping[str, Acl | None], client: Any) -> Any:
     """Passes a transaction of (operation, path below the root of ZooKeeper) to kazoo's `client`. `acls` has the access
     list of each new node."""

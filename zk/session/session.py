@@ -44,7 +44,7 @@ from metamq.zk.nodes import Create, Listing, Node, Op, SetData, Stat
 from metamq.zk.paths import DEFAULT_ROOT, Paths
 from metamq.zk.servers import parse_servers
 from metamq.zk.session.acls import Acl, acl_of, is_open, shared_root
-from metamq.zk.session.answers import commit, error_of, failure_of, node_of, stat_of, version_after
+from metamq.zk.session.answers import commit, create_node, error_of, failure_of, node_of, stat_of, version_after
 from metamq.zk.session.link import Link
 from metamq.zk.session.refused import is_refused_alone
 from metamq.zk.session.watches import Watches
@@ -274,14 +274,9 @@ class Session:
         _check_data(path, data)
         while True:
             acl = (await self._acls([path]))[path]
+            work = functools.partial(create_node, full, data, acl, ephemeral)
             try:
-                _, stat = await self._ask(
-                    session_id,
-                    path,
-                    lambda client, acl=acl: client.create_async(
-                        full, data, acl, ephemeral=ephemeral, include_data=True
-                    ),
-                )
+                _, stat = await self._ask(session_id, path, work)
                 return node_of(data, stat)
             except NoNode:
                 parent = _parent(full)
