@@ -8,9 +8,9 @@
     outside of /meta              all                                all
 
 So brokers and administrators own topics, registrations, users and rules, and clients own their groups and the state of
-their Spark sinks. ZooKeeper does not know a client without a certificate: all clients may change its groups. What is made in
-such a group later stays open, too. A node gets its list when it is made; `metamq security migrate` gives older nodes
-theirs, and `metamq group owner` gives a group to another client.
+their Spark sinks. ZooKeeper does not know a client without a certificate: all clients may change its groups. What is
+made in such a group later stays open, too. A node gets its list when it is made; `metamq security migrate` gives older
+nodes theirs, and `metamq group owner` gives a group to another client.
 """
 
 from __future__ import annotations
