@@ -116,14 +116,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         """Pauses after an error. Without a free descriptor, the loop of socketserver would try again at once."""
         try:
             request, address = super().get_request()
-            if self.tls is not None:  # its thread makes the handshake
-                context = self.tls.current()
-                request = context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-            return request, address
         except OSError:
             if not self.is_stopping:
                 time.sleep(ACCEPT_PAUSE_S)
             raise
+        if self.tls is not None:  # its thread makes the handshake
+            context = self.tls.current()
+            request = context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        return request, address
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Returns True if the client can be served. Otherwise the client gets 503."""
