@@ -21,7 +21,7 @@ FROM python:3.11-slim-bookworm AS metamq
 RUN groupadd --system --gid 8123 metamq \
     && useradd --system --uid 8123 --gid metamq --no-create-home --home-dir /var/lib/metamq metamq \
     && install --directory --owner metamq --group metamq /var/lib/metamq /etc/metamq /etc/metamq/security \
-        /etc/metamq/spark-security
+        /etc/metamq/security-of/brokers /etc/metamq/security-of/zookeeper /etc/metamq/security-of/admin
 COPY --from=build /opt/metamq /opt/metamq
 ENV PATH=/opt/metamq/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -35,7 +35,10 @@ VOLUME /var/lib/metamq
 EXPOSE 2181 8123 8120
 # A broker is ready after its logs are recovered and it is registered in ZooKeeper.
 HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8120/readyz', timeout=2)"]
+    CMD ["python", "-c", "import os, ssl; from urllib.request import urlopen; \
+tls = os.environ.get('METAMQ_BROKER_HTTP_TLS', '').lower() in ('1', 'true', 'yes', 'on'); \
+urlopen(f'http{\"s\" * tls}://127.0.0.1:8120/readyz', timeout=2, \
+context=ssl._create_unverified_context() if tls else None)"]
 # Settings come from METAMQ_BROKER_... variables, or from a file: `metamq broker --config /etc/metamq/broker.toml`.
 ENTRYPOINT ["metamq"]
 CMD ["broker"]

@@ -5,6 +5,7 @@
     │   ├── UnsupportedVersion    the other side speaks another protocol version
     │   └── AuthenticationFailed  the other side does not accept the user, or its password or certificate
     ├── NotAuthorized             the rules do not allow this client to do this
+    ├── ServerBusy                the server does as much as it may do at a time
     ├── ProtocolError             the other side sent bytes that are not the protocol
     ├── ConfigError               a setting, name or argument is wrong
     │   ├── WrongType             an argument has the wrong type                  (also TypeError)
@@ -132,6 +133,17 @@ class NotAuthorized(MetamqError):
         self.principal = principal
         self.right = right
         self.resource = resource
+
+
+class ServerBusy(MetamqError):
+    """The server does as much of `what` as it may do at a time. Nothing was done."""
+
+    retriable = True
+    hint = "Call again a little later."
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"the server does not take more {what} now")
+        self.what = what
 
 
 class ProtocolError(MetamqError):

@@ -43,6 +43,7 @@ _NUMBERS: dict[int, type[MetamqError]] = {
     25: errors.TooManyOpenFiles,
     26: errors.AuthenticationFailed,
     27: errors.NotAuthorized,
+    28: errors.ServerBusy,
 }
 _BY_CLASS = {cls: number for number, cls in _NUMBERS.items()}
 _PLAIN = (str, int, float, bool, type(None))

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from metamq.errors import ClosedError, MetamqError, ProtocolError
+from metamq.errors import ClosedError, ConfigError, MetamqError, ProtocolError, ServerBusy
 from metamq.security.rights import ALTER, CREATE, DELETE
 from metamq.wire import sync
 from metamq.wire.commands import Promote, Promoted, TopicChange, TopicChanged
 from metamq.wire.headers import unpack
 from metamq.zk.cluster.topics import NEW
+from metamq.zk.names import check_topic
 
 if TYPE_CHECKING:
     from metamq.broker.front_door.protocol import BrokerProtocol
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("metamq.broker")
 
+DOCUMENT_BYTES_MAX = 64 * 1024
+CHANGES_MAX = 8
+
 
 class AdministrationProcessor:
     """Carries out SYNC, PROMOTE and TOPIC. Used by the broker's loop only."""
@@ -32,6 +36,8 @@ class AdministrationProcessor:
         self._keeper = keeper
         self._store = store
         self._running: set[asyncio.Task[Any]] = set()
+        self._changes: set[asyncio.Task[Any]] = set()
+        """Changes of topics that wait for ZooKeeper."""
 
     def join(self, request: Request, connection: BrokerProtocol) -> None:
         """Makes the connection the link of a slave. Raises Fenced, ConfigError, ProtocolError."""
@@ -55,14 +61,27 @@ class AdministrationProcessor:
         """Creates, alters or deletes a topic in ZooKeeper. Answers when it is there. Raises NotAuthorized."""
         asked = unpack(TopicChange, request.header)
         right = DELETE if not asked.document else CREATE if asked.version == NEW else ALTER
+        check_topic(asked.topic)
         connection.access.check_topic(right, asked.topic)
-        connection.decided(f"{right} topic:{asked.topic}")
-        self._answer_later(request, connection, self._change_topic(asked))
+        if len(asked.document) > DOCUMENT_BYTES_MAX:
+            raise ConfigError(f"the settings of topic {asked.topic!r} take more than {DOCUMENT_BYTES_MAX:,} bytes")
+        if len(self._changes) >= CHANGES_MAX:  # the session of ZooKeeper has more urgent requests, too
+            raise ServerBusy("changes of topics")
+        what = f"{right} topic:{asked.topic}"
+        connection.changes_topic(what)
+        change = self._answer_later(request, connection, self._change_topic(asked, f"{what}, for {connection.who}"))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
 
-    async def _change_topic(self, asked: TopicChange) -> TopicChanged:
-        return TopicChanged(await self._store.write_for_client(*asked))
+    async def _change_topic(self, asked: TopicChange, what: str) -> TopicChanged:
+        is_done = await self._store.write_for_client(*asked)
+        if is_done:
+            log.info("done: %s", what)
+        return TopicChanged(is_done)
 
-    def _answer_later(self, request: Request, connection: BrokerProtocol, work: Coroutine[Any, Any, Any]) -> None:
+    def _answer_later(
+        self, request: Request, connection: BrokerProtocol, work: Coroutine[Any, Any, Any]
+    ) -> asyncio.Task[Any]:
         """Answers the request with the result of the work, or with its error."""
         running = asyncio.ensure_future(work)
 
@@ -79,3 +98,4 @@ class AdministrationProcessor:
 
         self._running.add(running)
         running.add_done_callback(answer)
+        return running

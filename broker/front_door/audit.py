@@ -2,6 +2,7 @@
 
     login     a client is known now, by its certificate or its password; or the password was wrong
     refused   a right was missing
+    change    a client asked to create, alter or delete a topic
     command   a replica joined, a promotion was asked for, or an operator ended a transaction
 
 A thread writes the lines, so a slow disk delays no request. A client can cause at most LINES_PER_S lines of a kind in a
@@ -28,7 +29,7 @@ from metamq.errors import ConfigError
 if TYPE_CHECKING:
     from metamq.broker.config import BrokerConfig
 
-LOGIN, REFUSED, COMMAND = "login", "refused", "command"
+LOGIN, REFUSED, CHANGE, COMMAND = "login", "refused", "change", "command"
 STANDARD_ERROR = "-"
 FILES_KEPT = 5
 """Older files: `audit.log.1` is the newest of them."""

@@ -30,7 +30,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, cast
 
 from metamq.broker.front_door.admission import ConnectionFate
-from metamq.broker.front_door.audit import COMMAND, LOGIN, REFUSED
+from metamq.broker.front_door.audit import CHANGE, COMMAND, LOGIN, REFUSED
 from metamq.broker.front_door.authorisation import check
 from metamq.broker.front_door.fetch_session import FetchSession
 from metamq.broker.front_door.slices import SlicedWork
@@ -251,6 +251,15 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def decided(self, what: str) -> None:
         """Notes a command of an operator in the audit log."""
         self._door.audit.record(COMMAND, self.principal, self.peer, what, allowed=True)
+
+    def changes_topic(self, what: str) -> None:
+        """Notes a change of a topic in the audit log."""
+        self._door.audit.record(CHANGE, self.principal, self.peer, what, allowed=True)
+
+    @property
+    def who(self) -> str:
+        """The principal, or the address of a client that has none."""
+        return self.principal or self.peer
 
     def _log_in(self, step: LoginStep) -> None:
         users = self._door.users

@@ -144,7 +144,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             for request, began in self._began.items():
                 if began < late:
                     with contextlib.suppress(OSError):  # it is closed already
-                        request.shutdown(socket.SHUT_RDWR)
+                        socket.socket.shutdown(request, socket.SHUT_RDWR)  # that of ssl would go on without TLS
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:  # before the close: afterwards another file may have its number

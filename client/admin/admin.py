@@ -188,13 +188,14 @@ class Admin:
         """
         return self._call(admin_groups.evict, group, consumer_id)
 
-    def set_group_owner(self, group: str, principal: str) -> None:
-        """Gives a group to the clients with another certificate; "*": to all clients.
+    def set_group_owner(self, group: str, principal: str) -> list[str]:
+        """Gives a group to the clients with another certificate; "*": to all clients. Stop its members first.
 
-        A group belongs to the certificate that made it: other clients cannot join it, or change its offsets. Raises
+        A group belongs to the certificate that made it: other clients cannot join it, or change its offsets. Returns
+        the paths of nodes that a stranger has put into the group, which only ZooKeeper's superuser can remove. Raises
         ConfigError if ZooKeeper does not know its clients, or if there is no such group; NotAuthorized.
         """
-        self._call(admin_groups.set_group_owner, group, principal)
+        return self._call(admin_groups.set_group_owner, group, principal)
 
     def delete_group(self, group: str) -> None:
         """Removes a group and its committed offsets. Raises ConfigError if it does not exist or has members."""

@@ -347,7 +347,7 @@ async def delete_group(cluster: ClusterClient, group: str) -> None:
         raise ConfigError(f"group {group!r} is in use again", hint="Stop its members first.") from None
 
 
-async def set_group_owner(cluster: ClusterClient, group: str, principal: str) -> None:
+async def set_group_owner(cluster: ClusterClient, group: str, principal: str) -> list[str]:
     """Gives a group to another certificate. See Admin.set_group_owner."""
     if principal != ANY_PRINCIPAL:
         check_name(principal)
@@ -355,7 +355,7 @@ async def set_group_owner(cluster: ClusterClient, group: str, principal: str) ->
     if session.security.zookeeper is None:
         raise ConfigError("groups have owners only if ZooKeeper knows its clients by TLS", hint="See docs/security.md.")
     await check_exists(session, group)
-    await give_group(session, group, principal)
+    return await give_group(session, group, principal)
 
 
 async def _delete_tree(session: Session, path: str) -> None:

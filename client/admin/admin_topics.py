@@ -155,7 +155,7 @@ async def delete_topic(cluster: ClusterClient, topic: str, timeout_s: float) -> 
 
     await _wait(f"the end of topic {topic!r}", timeout_s, withdrawn, "It is deleted; brokers follow when they can.")
     for kind in OFFER_KINDS:
-        # NotEmpty: the topic has been created again. NotAuthorized: the last broker has removed the node.
+        # NotEmpty: the topic has been created again. NotAuthorized: only brokers may remove the node.
         with contextlib.suppress(NoNode, NotEmpty, NotAuthorized):
             await cluster.session.delete(cluster.session.paths.offers(kind, topic), ANY_VERSION)
     return config

@@ -139,9 +139,9 @@ class Admin:
         """See metamq.Admin.evict."""
         return await self._core.call(admin_groups.evict, group, consumer_id)
 
-    async def set_group_owner(self, group: str, principal: str) -> None:
+    async def set_group_owner(self, group: str, principal: str) -> list[str]:
         """See metamq.Admin.set_group_owner."""
-        await self._core.call(admin_groups.set_group_owner, group, principal)
+        return await self._core.call(admin_groups.set_group_owner, group, principal)
 
     async def delete_group(self, group: str) -> None:
         """See metamq.Admin.delete_group."""

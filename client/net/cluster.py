@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
@@ -107,14 +108,17 @@ class ClusterClient:
     async def _ask_for_topic(self, topic: str, document: bytes, version: int) -> bool:
         """Has a broker change a topic: see TopicStore.write. Raises the broker's error, ConnectError, Timeout."""
         request = TopicChange(topic, document, version)
-        failure = ConnectError("a broker", f"none runs, and only brokers may change topic {topic!r}")
-        for broker_id in await self.refresh_brokers():
+        failure: MetamqError = ConnectError("a broker", f"none runs, and only brokers may change topic {topic!r}")
+        broker_ids = list(await self.refresh_brokers())
+        for broker_id in random.sample(broker_ids, len(broker_ids)):  # so one that hangs is not always the first
             try:
                 connection = await self.connection(broker_id)
                 header = await connection.request(Command.TOPIC, request, timeout_s=TOPIC_TIMEOUT_S)
                 return unpack(TopicChanged, header).is_done
-            except ConnectError as error:  # the next one may answer
+            except MetamqError as error:
                 failure = error
+                if not error.retriable or error.outcome != "not_done":
+                    raise
         raise failure
 
     async def broker_ids(self) -> list[int]:

@@ -143,7 +143,8 @@ class Composition:
         ports = range(ZOOKEEPER_PORT, ZOOKEEPER_PORT + (len(ZOOKEEPERS) if with_ensemble else 1))
         self.zookeeper = ",".join(f"{self.address}:{port}" for port in ports)
         self._command = [*compose_command, "-p", self.project, "-f", str(ROOT / "docker-compose.yml")]
-        self._settings = {"METAMQ_IMAGE": self.image, "METAMQ_PUBLISH": self.address, "METAMQ_ADVERTISE": self.address}
+        self._settings = {"METAMQ_IMAGE": self.image}
+        self._settings |= dict.fromkeys(("METAMQ_PUBLISH", "METAMQ_PUBLISH_METRICS", "METAMQ_ADVERTISE"), self.address)
         if with_ensemble:
             self._command += ["--profile", "ensemble"]
             self._settings |= {"METAMQ_ENSEMBLE": ",".join(ZOOKEEPERS), "METAMQ_CERTIFICATES": ""}

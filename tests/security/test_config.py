@@ -53,7 +53,7 @@ def test_a_folder_has_the_files_of_each_role(tmp_path: Path) -> None:
 
 
 def test_without_files_there_is_no_tls() -> None:
-    assert client_security(SecurityConfig()) == (None, None)
+    assert client_security(SecurityConfig()) == (None, None, False)
     assert broker_security(SecurityConfig()) is None
 
 

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
+from kazoo.security import make_acl
 
 from metamq import Admin, Consumer, SecurityConfig
 from metamq.errors import ConfigError, MetamqError, NotAuthorized
@@ -15,6 +16,7 @@ from metamq.security.tls import client_security
 from metamq.testing import Cluster, cluster
 from metamq.zk.cluster.node_acls import open_groups
 from metamq.zk.nodes import ANY_VERSION
+from metamq.zk.partitions import TopicPartition
 from metamq.zk.paths import Paths
 from metamq.zk.session.acls import owned_by
 from metamq.zk.session.session import Session
@@ -162,3 +164,51 @@ def test_an_owner_deletes_its_group(owned: Cluster, group: str, etl: SecurityCon
     with Admin(owned.zookeeper, security=etl) as admin:
         admin.delete_group(group)
         assert group not in admin.groups()
+
+
+def test_what_an_administrator_adds_to_a_group_belongs_to_its_owner(
+    owned: Cluster, group: str, etl: SecurityConfig, report: SecurityConfig
+) -> None:
+    """As the offsets of a topic that the group has not read yet."""
+    assert consume(owned, group, etl) == COUNT
+    topic = f"second-{group}"
+    owned.create_topic(topic, partitions=1)
+    with owned.admin() as admin, owned.producer() as producer:
+        admin.add_rules("allow", "etl", "read", f"topic:{topic}")
+        producer.send_many(topic, [b"1", b"2", b"3"]).result(SLOW_S)
+        admin.reset_offsets(group, topic, {TopicPartition(topic, "0-0"): 1})
+    with Consumer(
+        owned.zookeeper, topics=[topic, "flights"], group=group, start="earliest", idle_timeout_s=1, security=etl
+    ) as consumer:
+        assert [message.value for message in read_to_end(consumer)] == [b"2", b"3"]
+        consumer.commit()
+    with pytest.raises(NotAuthorized):
+        consume(owned, group, report)
+
+
+def test_a_node_that_a_stranger_put_into_an_open_group_is_named(
+    owned: Cluster, authority: Authority, group: str, etl: SecurityConfig, report: SecurityConfig
+) -> None:
+    strange = f"{PATHS.group(group)}/strange"
+
+    async def intrude(session: Session) -> None:
+        await session.create(strange, makepath=True)
+        await session.set_acl(strange, owned_by("report"))
+
+    async def open_it(session: Session) -> None:
+        await session.ensure(PATHS.group(group))
+
+    run(owned, client_of(authority.folder), open_it)
+    run(owned, report, intrude)
+    with owned.admin() as admin:
+        assert admin.set_group_owner(group, "etl") == []  # an administrator may change each node with a list of ours
+    private = f"{PATHS.group(group)}/private"
+
+    async def hide(session: Session) -> None:
+        await session.create(private)
+        await session.set_acl(private, [make_acl("x509", "CN=etl", all=True)])
+
+    run(owned, etl, hide)
+    with owned.admin() as admin:
+        assert admin.set_group_owner(group, "report") == [private]
+    assert consume(owned, group, report) == COUNT

@@ -243,3 +243,26 @@ def test_without_security_nobody_is_asked(tmp_path: Path) -> None:
         security = client_security(client_of(make_folder(tmp_path).folder)).brokers
         with pytest.raises(ConnectError, match="it does not speak TLS"):
             blocking(open_to_all.broker.port, security)
+
+
+@pytest.mark.slow
+def test_passwords_change_under_load(secure: Cluster, folder: Path) -> None:
+    """The producer reads the file again when it connects again; nothing is lost, doubled or refused."""
+    secure.create_topic("under-load", partitions=2)
+    sent = []
+    with secure.admin() as admin, contextlib.ExitStack() as opened:
+        for number in range(4):
+            password = f"password number {number}"
+            (folder / "rotated").write_text(f"{password}\n")
+            admin.set_user("rotating", password)
+            wait_until(lambda: works(secure, folder, "rotating", "rotated"), what="the password")
+            if number == 0:
+                security = of_user(folder, "rotating", "rotated")
+                producer = opened.enter_context(Producer(secure.zookeeper, security=security, linger_ms=0))
+            else:
+                secure.broker.restart()
+            for _ in range(50):
+                sent.append(b"%d" % len(sent))
+                producer.send("under-load", sent[-1]).result(SLOW_S)
+    with secure.consumer(topics=["under-load"], start="earliest", idle_timeout_s=5) as consumer:
+        assert sorted(message.value for message in consumer) == sorted(sent)

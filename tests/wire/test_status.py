@@ -26,6 +26,7 @@ SAMPLES: list[MetamqError] = [
     errors.UnsupportedVersion("broker:1", (1, 2), (3, 4)),
     errors.AuthenticationFailed("broker:1", "the password is wrong"),
     errors.NotAuthorized("etl", "read", "topic:flights"),
+    errors.ServerBusy("changes of topics"),
     errors.ProtocolError("junk"),
     errors.ConfigError("`x` is 1", hint="Make it 2."),
     errors.WrongType("`x` is '1', not a number"),
@@ -157,6 +158,7 @@ def test_numbers_are_never_used_twice() -> None:
         25: "TooManyOpenFiles",
         26: "AuthenticationFailed",
         27: "NotAuthorized",
+        28: "ServerBusy",
     }
     assert (status.OK, status.UNKNOWN) == (0, 1)
 

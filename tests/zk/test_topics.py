@@ -193,8 +193,13 @@ def test_what_a_broker_writes_for_a_client_is_checked(servers: str) -> None:
                 await store.write_for_client("flights", b"{}", 0)
             with pytest.raises(ConfigError, match="has '/'"):
                 await store.write_for_client("../flights", document, topics.NEW)
-            with pytest.raises(ConfigError, match="names no version"):
-                await store.write_for_client("flights", b"", topics.NEW)
+            for wrong in (topics.NEW, -2, 2**31, 2**40):
+                with pytest.raises(ConfigError, match="has the version"):
+                    await store.write_for_client("flights", b"", wrong)
+            strange = json.dumps({**json.loads(more), "tiering": 1}).encode()
+            for version in (topics.NEW, 0):
+                with pytest.raises(ConfigError, match="does not know the settings tiering"):
+                    await store.write_for_client("flights", strange, version)
             assert await store.write_for_client("flights", more, 0)
             assert (await store.get("flights")).partitions == {0: 5}
             assert not await store.write_for_client("flights", b"", 0)

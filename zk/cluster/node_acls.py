@@ -15,7 +15,6 @@ from metamq.zk.errors import NoNode
 from metamq.zk.session.acls import acl_of, differs, is_open, owned_by
 
 if TYPE_CHECKING:
-    from metamq.zk.session.acls import Acl
     from metamq.zk.session.session import Session
 
 AT_ONCE = 200
@@ -74,25 +73,28 @@ async def _is_corrected(session: Session, path: str) -> bool:
     return True
 
 
-async def give_group(session: Session, group: str, principal: str) -> None:
-    """Gives a group to a certificate; ANY_PRINCIPAL: to all clients. Raises NotAuthorized, ConnectionLost."""
+async def give_group(session: Session, group: str, principal: str) -> list[str]:
+    """Gives a group to a certificate; ANY_PRINCIPAL: to all clients. Raises NotAuthorized, ConnectionLost.
+
+    Returns the nodes in it that belong to another client, which did not allow it.
+    """
     wanted, root = owned_by(principal), session.paths.group(group)
-    # Its members may add nodes until they have lost that right.
-    while wrong := await _differing(session, root, wanted):
-        for path in wrong:
-            with contextlib.suppress(NoNode):
-                await session.set_acl(path, wanted)
-
-
-async def _differing(session: Session, path: str, wanted: Acl) -> list[str]:
-    """Returns the node and those below it that have another list, parents first."""
-    try:
-        found = [path] if differs(await session.acl(path), wanted) else []
-    except NoNode:
-        return []
-    for name in await session.children_or_none(path) or []:
-        found += await _differing(session, f"{path}/{name}", wanted)
-    return found
+    refused: list[str] = []
+    waiting = [root]
+    while waiting:
+        path = waiting.pop()
+        try:
+            await session.set_acl(path, wanted)
+        except NoNode:
+            continue
+        except NotAuthorized:
+            if path == root:
+                raise
+            refused.append(path)
+            continue
+        # Only now: nobody else adds a node to this one any more.
+        waiting += [f"{path}/{name}" for name in await session.children_or_none(path) or []]
+    return sorted(refused)
 
 
 async def open_groups(session: Session) -> list[str]:

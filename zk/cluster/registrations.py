@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import socket
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,8 @@ Member = tuple[int, int]
 """(replica, incarnation). A replica that may have lost acknowledged messages comes back as another incarnation."""
 Role = Literal["master", "slave"]
 
+ANSWER_S = 0.5
+"""Seconds in which a ZooKeeper answers that is not frozen."""
 EXPIRY_MARGIN_MS = 2_000
 """Milliseconds by which ZooKeeper may end a session late, since it expires sessions by ticks."""
 
@@ -192,8 +195,10 @@ async def without_slave_node(session: Session, registration: Registration) -> li
 
 
 async def until_gone(session: Session, registration: Registration, path: str, there: Node, role: Role) -> None:
-    """Waits until the node of another process is gone, has changed, or may have outlived a restart of ZooKeeper: look
-    again then. Raises ConfigError if it is still there after its session's time-out; ConnectionLost."""
+    """Waits until the node of another process is gone or has changed, or the connection breaks; then read it again.
+
+    Raises ConfigError if it is still there after its session's time-out; ConnectionLost.
+    """
     me = registration
     other, document = address_of(me.broker_id, there, role), _document(me.broker_id, there, role)
     gone = asyncio.Event()
@@ -205,13 +210,17 @@ async def until_gone(session: Session, registration: Registration, path: str, th
     log.warning(
         "another process is %s, at %s: waiting %.0f s for its session to end", what, other.address, timeout_s + margin_s
     )
-    for wait_s in (timeout_s, margin_s):
+    wait_s, is_certain = timeout_s, False
+    while not is_certain:
+        began = time.monotonic()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await gone.wait()
-        # A frozen ZooKeeper ends no session. So the margin begins with an answer.
         if gone.is_set() or await session.exists(path) is None:
             return
+        # A frozen ZooKeeper ends no session. So it must serve for the margin, from an answer to an answer.
+        is_certain = wait_s == margin_s and time.monotonic() - began < margin_s + ANSWER_S
+        wait_s = margin_s
     hint = "Give this one another --replica or --id, or stop the other one."
     if document["folder"] == me.folder:
         hint = (

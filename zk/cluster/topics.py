@@ -48,6 +48,7 @@ SEGMENT_BYTES_MAX = 1 << 40
 Watcher = Callable[[], None]
 NEW = -1
 """The version of a node that does not exist yet."""
+VERSION_MAX = 2**31 - 1
 Write = Callable[[str, bytes, int], Awaitable[bool]]
 """As TopicStore.write(): topic, document, version."""
 
@@ -258,9 +259,11 @@ class TopicStore:
         After ConnectionLost the topic may exist: repeat the call.
         """
         config.validate()
-        if not await self.write(config.topic, to_json(config), NEW):
+        while not await self.write(config.topic, to_json(config), NEW):
             there = await self.get_or_none(config.topic)
-            if there is None or there.id != config.id:  # else an answer was lost
+            if there is not None and there.id == config.id:  # an answer was lost
+                break
+            if there is not None:
                 raise TopicExists(config.topic)
         return config
 
@@ -288,16 +291,27 @@ class TopicStore:
     async def write_for_client(self, topic: str, document: bytes, version: int) -> bool:
         """Does write() with a client's document. Raises also ConfigError for a wrong one, CorruptData."""
         check_topic(topic)
-        if not document and version == NEW:
-            raise ConfigError(f"a request to delete topic {topic!r} names no version of it")
-        if document:
-            after = from_json(topic, document)
-            if version != NEW:
-                node = await self._session.get_or_none(self._path(topic))
-                if node is None or node.version != version:
-                    return False
-                check_alteration(from_json(topic, node.data), after)
-        return await self.write(topic, document, version)
+        if not NEW <= version <= VERSION_MAX or (not document and version == NEW):
+            raise ConfigError(
+                f"a request to change topic {topic!r} has the version {version}", hint="Upgrade the client."
+            )
+        if not document:
+            return await self.write(topic, document, version)
+        after = from_json(topic, document)
+        unknown: Mapping[str, Any] = {}
+        if version != NEW:
+            node = await self._session.get_or_none(self._path(topic))
+            if node is None or node.version != version:
+                return False
+            before = from_json(topic, node.data)
+            check_alteration(before, after)
+            unknown = before.unknown
+        if after.unknown != unknown:
+            names = ", ".join(sorted({*after.unknown, *unknown})[:5])
+            raise ConfigError(
+                f"this broker does not know the settings {names[:200]}", hint="Upgrade the brokers first."
+            )
+        return await self.write(topic, to_json(after), version)
 
     async def get(self, topic: str, watch: Watcher | None = None) -> TopicConfig:
         """The topic's configuration; `watch` is called once if it changes or disappears. Raises TopicNotFound."""

@@ -108,6 +108,8 @@ class Session:
         self._state_waiters: set[asyncio.Future[None]] = set()
         self._closed: asyncio.Future[None] | None = None
         self._refused: asyncio.Task[None] | None = None
+        self._warned: set[str] = set()
+        """Groups and sinks that are open, and for which it has warned."""
 
     @classmethod
     async def open(
@@ -289,20 +291,30 @@ class Session:
         if self.security.zookeeper is None:
             return dict.fromkeys(paths)
         found: dict[str, Acl | None] = {}
-        owned: dict[str, bool] = {}
+        of_roots: dict[str, Acl] = {}
         for path in paths:
             root = shared_root(self.paths, path)
-            if root is not None and root not in owned:
-                owned[root] = self.security.has_certificate and not await self._is_open(root)
-            found[path] = acl_of(self.paths, path, is_owned=root is not None and owned[root])
+            if root is None:
+                found[path] = acl_of(self.paths, path)
+                continue
+            if root not in of_roots:
+                of_roots[root] = await self._acl_in(root)
+            found[path] = of_roots[root]
         return found
 
-    async def _is_open(self, root: str) -> bool:
-        """True if each client may change this group or sink; False if there is none."""
+    async def _acl_in(self, root: str) -> Acl:
+        """Returns the access list of new nodes in this group or sink: that of its first node."""
         try:
-            return is_open(await self.acl(root))
+            acl = await self.acl(root)
         except (NoNode, NotAuthorized):
-            return False
+            return acl_of(self.paths, root, is_owned=self.security.has_certificate)
+        if self.security.has_certificate and is_open(acl) and root not in self._warned:
+            self._warned.add(root)
+            log.warning(
+                "each client of ZooKeeper may change %s: it was made without a certificate. `metamq group owner` gives "
+                "a group an owner", root,
+            )  # fmt: skip
+        return acl
 
     async def acl(self, path: str) -> Acl:
         """Returns the access list of a node. Raises NoNode, NotAuthorized."""

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import msgpack
 import psutil
@@ -101,7 +101,7 @@ class RawClient:
     def close(self) -> None:
         self.socket.close()
 
-    def __enter__(self) -> RawClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
