@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 Each party that others connect to stands behind a line: an address of its own, where this process listens and passes
-on what comes. Who has connected is found out by the kernel's table of sockets: so one address a party is enough, and
+on what comes. Who has connected is found out by the inode of the socket: so one address a party is enough, and
 a link between two of them is cut without their neighbours noticing.
 
 TCP loses no bytes in the middle of a stream. So what is cut stalls, ends of connections included, as it does where
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import struct
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping
@@ -23,6 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CHUNK_BYTES = 1 << 16
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, ANY = 4, 20, 1, 0xFFFFFFFF
+"""Linux's interface for looking up sockets: sock_diag(7)."""
+INODE_AT = 84
+"""In the answer."""
 
 
 class Way(NamedTuple):
@@ -207,7 +212,7 @@ class Network:
     # -- who it is ----------------------------------------------------------------------------------------------------
 
     def _who(self, writer: asyncio.StreamWriter) -> str:
-        inode = _inode(writer.get_extra_info("peername")[1], writer.get_extra_info("sockname"))
+        inode = _inode(writer.get_extra_info("peername"), writer.get_extra_info("sockname"))
         for party, pid in self._pids().items():
             with contextlib.suppress(OSError):
                 for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -217,12 +222,17 @@ class Network:
         return self._elsewhere
 
 
-def _inode(port: int, to: tuple[str, int]) -> str:
-    """Of the socket on this machine that is connected from a port to an address; empty when it is gone."""
-    address = "".join(f"{int(part):02X}" for part in reversed(to[0].split(".")))
-    target = f"{address}:{to[1]:04X}"
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[2] == target and fields[1].endswith(f":{port:04X}"):
-            return fields[9]
-    return ""
+def _inode(near: tuple[str, int], to: tuple[str, int]) -> str:
+    """Of the socket on this machine that is connected from `near` to an address; empty when it is gone.
+
+    The kernel is asked for this one socket: a list of all grows with each connection of the last minute, and a network
+    that reads it for each new one can take longer than its clients wait.
+    """
+    id_ = struct.pack("!HH4s12x4s12xIII", near[1], to[1], *map(socket.inet_aton, (near[0], to[0])), 0, ANY, ANY)
+    request = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, ANY) + id_
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as kernel:
+        header = struct.pack("=IHHII", 16 + len(request), SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 1, 0)
+        kernel.sendto(header + request, (0, 0))
+        answer = kernel.recv(4096)
+    (kind,) = struct.unpack_from("=H", answer, 4)
+    return str(struct.unpack_from("=I", answer, INODE_AT)[0]) if kind == SOCK_DIAG_BY_FAMILY else ""

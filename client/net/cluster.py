@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.net.transport import BrokerConnection, Connections
-from metamq.errors import ConnectError, MetamqError
+from metamq.errors import ConnectError, MetamqError, ServerBusy
 from metamq.wire.commands import Command, TopicChange, TopicChanged
 from metamq.wire.headers import unpack
 from metamq.zk.cluster.brokers import live_brokers
@@ -33,6 +34,7 @@ log = logging.getLogger("metamq.client")
 
 RETRY_S = 0.5
 TOPIC_TIMEOUT_S = 10.0
+BUSY_PAUSE_S = 0.05
 MASTER = -1
 """The value that stands for the master in the place of a replica's number."""
 
@@ -107,7 +109,17 @@ class ClusterClient:
 
     async def _ask_for_topic(self, topic: str, document: bytes, version: int) -> bool:
         """Has a broker change a topic: see TopicStore.write. Raises the broker's error, ConnectError, Timeout."""
-        request = TopicChange(topic, document, version)
+        deadline = time.monotonic() + TOPIC_TIMEOUT_S
+        while True:
+            try:
+                return await self._ask_any(topic, TopicChange(topic, document, version))
+            except ServerBusy:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(BUSY_PAUSE_S)
+
+    async def _ask_any(self, topic: str, request: TopicChange) -> bool:
+        """Sends the request to one broker after the other, until one may have done it."""
         failure: MetamqError = ConnectError("a broker", f"none runs, and only brokers may change topic {topic!r}")
         broker_ids = list(await self.refresh_brokers())
         for broker_id in random.sample(broker_ids, len(broker_ids)):  # so one that hangs is not always the first

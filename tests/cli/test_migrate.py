@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from metamq import Admin, Consumer, Producer, SecurityConfig
-from metamq.errors import NotAuthorized
+from metamq.errors import AuthenticationFailed
 from metamq.security.tls import client_security
 from metamq.testing import BrokerProcess
 from metamq.zk.server.embedded import EmbeddedZooKeeper
@@ -69,7 +69,7 @@ def test_an_open_cluster_becomes_a_secure_one(offline: Metamq, tmp_path: Path, m
         assert {"/meta", "/meta/config/topics/flights", "/meta/brokers/ids/0/state"} <= {*corrected}
         assert offline("security", "migrate", "--yes", "-o", "json").json == {"corrected": []}
         assert found() == {"what": "security", "status": "ok", "detail": "on", "hint": ""}
-        with Admin(server.address, security=client_of(folder)) as stranger, pytest.raises(NotAuthorized):
+        with Admin(server.address, security=client_of(folder)) as stranger, pytest.raises(AuthenticationFailed):
             stranger.delete("flights")
         broker.stop()
         broker.start()  # its nodes are its own

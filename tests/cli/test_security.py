@@ -24,7 +24,7 @@ from tests.parts import SLOW_S
 from tests.security.certificate_folder import in_days, secured
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = "metamq security ", "metamq user ", "metamq acl "
+COMMANDS = "metamq security ", "metamq user ", "metamq acl ", "metamq group "
 GUIDE = (ROOT / "docs" / "security.md").read_text()
 
 
@@ -51,8 +51,10 @@ def test_the_guide_runs_as_printed(offline: Metamq, tmp_path: Path, monkeypatch:
         monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
         monkeypatch.setenv("METAMQ_SECURITY_DIR", str(tmp_path / "metamq-security"))
         monkeypatch.setenv("METAMQ_SECURITY_ROLE", "admin")
-        words = "add list allow allow list migrate list issue issue revoke"
+        words = "add list allow allow list owner issue allow migrate list issue issue revoke"
         assert [command[1] for command in others] == words.split()
+        with running.consumer(topics=["flights"], group="etl", idle_timeout_s=1) as consumer:
+            assert list(consumer) == []
         for command in others:
             printed, _, file = " ".join(command).partition(" >")
             done = here(*printed.split())
@@ -60,7 +62,7 @@ def test_the_guide_runs_as_printed(offline: Metamq, tmp_path: Path, monkeypatch:
             if file:
                 (tmp_path / file).write_bytes(done.data)
         states = {one["name"]: one["state"] for one in here("security", "list", "-o", "json").json}
-        assert states == {"admin": "ok", "brokers": "ok", "report": "revoked", "zookeeper": "ok"}
+        assert states == {"admin": "ok", "brokers": "ok", "prometheus": "ok", "report": "revoked", "zookeeper": "ok"}
         made = {one.name: one for one in Authority(tmp_path / "metamq-security").certificates()}
         assert set(made["brokers"].hosts) >= {"broker-0.example.org", "zk1.example.org", "localhost", "127.0.0.1"}
         (snippet,) = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)

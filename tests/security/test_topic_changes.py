@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from metamq import aio, testing
 from metamq.broker.front_door.administration import CHANGES_MAX, DOCUMENT_BYTES_MAX
 from metamq.errors import ConfigError, ServerBusy
 from metamq.security.certificates import Authority
@@ -17,7 +19,7 @@ from metamq.wire.status import decode_error
 from metamq.zk.cluster.topics import NEW, TopicConfig, to_json
 from tests.one_zookeeper import cluster
 from tests.parts import wait_until
-from tests.security.certificate_folder import secured
+from tests.security.certificate_folder import client_of, secured
 from tests.security.raw_client import RawClient
 from tests.security.test_fuzz_secure import TlsClient
 
@@ -62,3 +64,16 @@ def test_a_large_document_is_refused(audited: tuple[Cluster, Path], authority: A
         error = client.error(Command.TOPIC, TopicChange("large", bytes(DOCUMENT_BYTES_MAX + 1), NEW))
         assert isinstance(error, ConfigError)
         assert "take more than 65,536 bytes" in str(error)
+
+
+def test_more_changes_at_a_time_than_a_broker_makes_are_all_made(authority: Authority, name: str) -> None:
+    security = client_of(authority.folder, name)
+
+    async def create_all(running: Cluster) -> None:
+        async with aio.Admin(running.zookeeper, security=security) as admin:
+            await asyncio.gather(*(admin.create_topic(f"all-{number}", partitions=1) for number in range(MANY)))
+
+    with testing.cluster(security=secured(authority.folder)) as running, running.admin() as admin:
+        admin.add_rules("allow", name, "create", "topic:all-*")
+        asyncio.run(create_all(running))
+        assert len(admin.topics()) == MANY

@@ -71,22 +71,21 @@ def survive(
     chaos.storage.zookeeper_goes_back += [load.group.zookeeper_goes_back for load in loads]
     logs: dict[str, Logs] = {}
     try:
-        if not losses_are_accepted:  # a loss takes transactions back, too
-            transactions = Transactions(TRANSACTIONS, PARTITIONS, group.zookeeper, seed)
-        for number, one in enumerate(rounds):
-            served_s = go_through(chaos, loads, one)
-            report(f"after the last fault all partitions were served in {served_s:.1f} s")
-            assert served_s <= served_within_s, "the partitions were served too late"
-            for load in loads:
-                if number == len(rounds) - 1:
-                    load.stop_sending()
-                logs[load.topic] = all_is_well(group, load)
-    finally:
         with contextlib.ExitStack() as stopping:  # all of them, also when one fails
-            if transactions is not None:
-                stopping.callback(transactions.stop)
             for load in loads:
                 stopping.callback(load.stop)
+            if not losses_are_accepted:  # a loss takes transactions back, too
+                transactions = Transactions(TRANSACTIONS, PARTITIONS, group.zookeeper, seed)
+                stopping.callback(transactions.stop)
+            for number, one in enumerate(rounds):
+                served_s = go_through(chaos, loads, one)
+                report(f"after the last fault all partitions were served in {served_s:.1f} s")
+                assert served_s <= served_within_s, "the partitions were served too late"
+                for load in loads:
+                    if number == len(rounds) - 1:
+                        load.stop_sending()
+                    logs[load.topic] = all_is_well(group, load)
+    finally:
         report(", ".join(f"{count} x {what}" for what, count in sorted((chaos.done + chaos.seen).items())))
         for load in loads:
             report(load.figures())
