@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 
 import pytest
 from kazoo.security import make_acl
@@ -12,7 +11,6 @@ from kazoo.security import make_acl
 from metamq import Admin, Consumer, SecurityConfig
 from metamq.errors import ConfigError, MetamqError, NotAuthorized
 from metamq.security.certificates import Authority
-from metamq.security.tls import client_security
 from metamq.testing import Cluster, cluster
 from metamq.zk.cluster.node_acls import open_groups
 from metamq.zk.nodes import ANY_VERSION
@@ -22,6 +20,7 @@ from metamq.zk.session.acls import owned_by
 from metamq.zk.session.session import Session
 from tests.parts import SLOW_S, read_to_end
 from tests.security.certificate_folder import client_of, secured
+from tests.security.nodes import run, tree
 
 PATHS = Paths("/meta")
 COUNT = 20
@@ -65,19 +64,6 @@ def consume(running: Cluster, group: str, security: SecurityConfig) -> int:
         return found
 
 
-def run(running: Cluster, security: SecurityConfig, work: Callable[[Session], Awaitable[object]]) -> None:
-    async def opened() -> None:
-        async with await Session.open(running.zookeeper, security=client_security(security)) as session:
-            await work(session)
-
-    asyncio.run(asyncio.wait_for(opened(), SLOW_S))
-
-
-async def tree(session: Session, path: str) -> list[str]:
-    names = await session.children_or_none(path) or []
-    return [path, *[one for name in sorted(names) for one in await tree(session, f"{path}/{name}")]]
-
-
 async def outcome(change: Awaitable[object]) -> str:
     """Empty if it is done, else what the client reads."""
     try:
@@ -109,7 +95,7 @@ def test_another_certificate_reads_a_group_and_changes_nothing(
     assert [one for one in outcomes if "belongs to the certificate that made it" not in one] == []
     with pytest.raises(NotAuthorized, match="may not access znode /meta/consumers/"):
         consume(owned, group, report)
-    assert consume(owned, group, etl) == 0, "it goes on behind what it has committed"
+    assert consume(owned, group, etl) == 0, "it continues after its committed offsets"
 
 
 def test_a_group_is_given_to_another_certificate(

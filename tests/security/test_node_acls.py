@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -12,7 +11,6 @@ from kazoo.security import make_acl
 from metamq import Admin, Consumer, Producer, SecurityConfig
 from metamq.errors import MetamqError, NotAuthorized
 from metamq.security.certificates import Authority
-from metamq.security.tls import client_security
 from metamq.testing import Cluster, cluster
 from metamq.zk.cluster.node_acls import correct_nodes, wrong_nodes
 from metamq.zk.nodes import ANY_VERSION, Create, Delete
@@ -21,6 +19,7 @@ from metamq.zk.session.acls import acl_of, differs
 from metamq.zk.session.session import Session
 from tests.parts import SLOW_S, read_to_end, wait_until
 from tests.security.certificate_folder import client_of, secured
+from tests.security.nodes import run, tree
 
 PATHS = Paths("/meta")
 
@@ -40,20 +39,6 @@ def owned(authority: Authority) -> Iterator[Cluster]:
             assert len(read_to_end(consumer)) == 1
             consumer.commit()
         yield running
-
-
-def run(running: Cluster, security: SecurityConfig, work: Callable[[Session], Awaitable[object]]) -> None:
-    async def opened() -> None:
-        async with await Session.open(running.zookeeper, security=client_security(security)) as session:
-            await work(session)
-
-    asyncio.run(asyncio.wait_for(opened(), SLOW_S))
-
-
-async def tree(session: Session, path: str) -> list[str]:
-    names = await session.children_or_none(path) or []
-    below = [await tree(session, f"{path}/{name}") for name in sorted(names)]
-    return [path, *(one for some in below for one in some)]
 
 
 @pytest.fixture(params=["etl", ""], ids=["with a certificate", "without one"])

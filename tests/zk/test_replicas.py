@@ -112,7 +112,7 @@ def test_two_live_replicas_of_one_number_are_an_error_that_names_the_other(
     async def scenario() -> None:
         async with await Session.open(servers) as session:
             other = await Session.open(servers, timeout_ms=30_000)
-            other.negotiated_timeout_ms = 500  # so long it is waited for; its session lives on
+            other.negotiated_timeout_ms = 500  # the time of the wait; its session lives longer
             await register_slave(other, replace(ONE, folder="another"))
             with monkeypatch.context() as patch:
                 patch.setattr("metamq.zk.cluster.registrations.EXPIRY_MARGIN_MS", 500)
@@ -142,7 +142,7 @@ asyncio.run(die())
 
 
 def test_a_frozen_zookeeper_ends_no_session_so_the_wait_for_its_end_goes_on(
-    victim: EmbeddedZooKeeper, unique: str
+    victim: EmbeddedZooKeeper, unique: str, until: Until, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A process with another lock on the folder was killed. ZooKeeper is frozen before it can end the session."""
 
@@ -151,7 +151,7 @@ def test_a_frozen_zookeeper_ends_no_session_so_the_wait_for_its_end_goes_on(
         async with await Session.open(servers, timeout_ms=60_000, make_chroot=True) as session:
             await asyncio.to_thread(subprocess.run, [sys.executable, "-c", DIES, servers], check=True)
             waiting = asyncio.create_task(register_slave(session, ONE))
-            await asyncio.sleep(1)
+            await until(lambda: "waiting 5 s for its session to end" in caplog.text)
             victim.freeze()
             await asyncio.wait([waiting], timeout=(3_000 + EXPIRY_MARGIN_MS) / 1000)
             victim.thaw()

@@ -92,7 +92,7 @@ async def give_group(session: Session, group: str, principal: str) -> list[str]:
                 raise
             refused.append(path)
             continue
-        # Only now: nobody else adds a node to this one any more.
+        # After the change of the list: other clients can add no node here now.
         waiting += [f"{path}/{name}" for name in await session.children_or_none(path) or []]
     return sorted(refused)
 

@@ -4,8 +4,8 @@ The configuration says which partitions a topic has, not the present offers of b
 that the restart of a broker moves no key and no partition.
 
 Every change is a compare-and-set on the node's version. Where ZooKeeper lets only brokers write, a broker does it for
-clients that have the right. A topic has a new id each time it is created. Folders, fetches
-and committed offsets include the id, so that data of a deleted topic never counts as its successor's.
+clients that have the right. A topic has a new id each time it is created. Folders, fetches and committed offsets
+include the id, so that data of a deleted topic never counts as its successor's.
 """
 
 from __future__ import annotations
