@@ -46,6 +46,7 @@ COMMANDS = {
     "security": ("metamq.cli.commands.security", "Make, renew and revoke the certificates of a cluster."),
     "user": ("metamq.cli.commands.user", "Add, list and remove the users who log in by password."),
     "acl": ("metamq.cli.commands.user", "Allow and deny, list and explain what users and certificates may do."),
+    "quota": ("metamq.cli.commands.user", "Limit how much users and certificates may use in a second."),
     "bench": ("metamq.cli.commands.bench", "Measure the throughput of a running cluster."),
     "doctor": ("metamq.cli.commands.doctor", "Check every part of a cluster, and report problems."),
     "demo": ("metamq.cli.demo.story", "Send real data through a real cluster, and kill parts of it."),

@@ -27,6 +27,7 @@ class Command(enum.IntEnum):
     TX = 9
     BRANCHES = 10
     TOPIC = 11
+    DELAY = 12  # pushed by a broker, never requested
 
 
 Entries = AtMost(REQUEST_ENTRIES_MAX)
@@ -41,6 +42,8 @@ class Hello(NamedTuple):
     version_min: int
     version_max: int
     client: str
+    takes_delays: bool = False
+    """True if the client understands a DELAY."""
 
 
 class HelloReply(NamedTuple):
@@ -73,6 +76,15 @@ class Authenticated(NamedTuple):
     is_done: bool
     producer_prefix: int = 0
     """As in HelloReply."""
+
+
+class Delay(NamedTuple):
+    """Pushed by a broker: the client's requests wait, since it is above its quota. The broker is alive."""
+
+    wait_ms: int
+    limit: str
+    """The limit that it is above: a field of metamq.security.quotas.Quota."""
+    per_second: int
 
 
 class Promote(NamedTuple):

@@ -13,8 +13,8 @@ There is no socket, clock or thread here: a transport calls `received()` and wri
 events do not depend on the pieces in which the bytes arrive: each frame is handled before the next one is read. An
 error in a frame closes the connection; an error in a request is answered.
 
-A pushed frame has the command SYNC and the opaque 0, which no client request has. It appears as a Response at the
-client and as a Request at the broker, and is not answered.
+A pushed frame has the opaque 0, which no client request has, and the command SYNC, or DELAY from a broker. It appears
+as a Response at the client and as a Request at the broker, and is not answered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from metamq.errors import (
     UnsupportedVersion,
 )
 from metamq.wire import status
-from metamq.wire.commands import Authenticate, Authenticated, Command, Hello, HelloReply
+from metamq.wire.commands import Authenticate, Authenticated, Command, Delay, Hello, HelloReply
 from metamq.wire.frames import Buffer, Frame, FrameReader, Packed, encode_frame
 from metamq.wire.headers import unpack
 from metamq.wire.limits import (
@@ -161,7 +161,7 @@ class ClientConnection:
     def hello(self) -> list[Buffer]:
         """The first buffers to send."""
         assert self.state is ConnectionState.GREETING
-        greeting = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX, self._client)
+        greeting = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX, self._client, takes_delays=True)
         return encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, 0, 0, greeting)
 
     @property
@@ -229,14 +229,18 @@ class ClientConnection:
             raise ProtocolError(f"{self.address} closes: {status.decode_error(frame.status, frame.header)}")
         if frame.version != self.greeting.version:
             raise ProtocolError(f"{self.address} sent a frame of version {frame.version}, not {self.greeting.version}")
-        is_pushed = frame.command == Command.SYNC and frame.opaque == PUSHED and self.state is ConnectionState.STREAMING
-        if not is_pushed and self._waiting.pop(frame.opaque, None) != frame.command:
+        if not self._is_pushed(frame) and self._waiting.pop(frame.opaque, None) != frame.command:
             raise ProtocolError(
                 f"{self.address} answered request {frame.opaque}, command {frame.command}, which was not made"
             )
         if frame.command == Command.SYNC and frame.status == status.OK:
             self.state = ConnectionState.STREAMING
         return Response(frame.command, frame.opaque, frame.status, frame.header, frame.body)
+
+    def _is_pushed(self, frame: Frame) -> bool:
+        if frame.command == Command.SYNC:
+            return frame.opaque == PUSHED and self.state is ConnectionState.STREAMING
+        return frame.command == Command.DELAY and frame.opaque == PUSHED
 
     def _greeted(self, frame: Frame) -> None:
         if frame.command != Command.HELLO:
@@ -313,6 +317,7 @@ class ServerConnection:
         self.state = ConnectionState.GREETING
         self.peer = peer
         self.client = ""
+        self._takes_delays = False
         self._greeting = greeting
         self._login_steps = 0
         self._reader = FrameReader(
@@ -370,6 +375,7 @@ class ServerConnection:
             raise ProtocolError(f"the first frame is command {frame.command}, not HELLO")
         hello = unpack(Hello, frame.header)
         self.client = hello.client
+        self._takes_delays = hello.takes_delays
         version = min(hello.version_max, self._greeting.version)
         if version < max(hello.version_min, PROTOCOL_VERSION_MIN):
             return self._refuse_version(frame, hello)
@@ -442,6 +448,12 @@ class ServerConnection:
             raise ClosedError(f"stream to {self.peer}")
         version, limit = self._greeting.version, ANSWER_HEADER_BYTES_MAX
         return encode_frame(version, Command.SYNC, number, PUSHED, header, bodies, header_bytes_max=limit)
+
+    def delay(self, delay: Delay) -> list[Buffer]:
+        """The buffers that inform the client of a delay; none if it does not understand them."""
+        if not self._takes_delays:
+            return []
+        return encode_frame(self._greeting.version, Command.DELAY, status.OK, PUSHED, delay)
 
     @staticmethod
     def refusal(error: ProtocolError) -> list[Buffer]:

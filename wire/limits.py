@@ -82,6 +82,9 @@ FETCH_RESULTS_MAX = 1000
 HAND_OVER_MS_MAX = 60 * 1000
 """Milliseconds for which a slave can ask its master to accept no writes."""
 
+DELAY_MS_MAX = 10 * 1000
+"""Milliseconds of one DELAY; a longer wait has several."""
+
 STATS_PARTITIONS_MAX = 1000
 """Partitions in one answer to STATS, which also says where the next request must continue."""
 

@@ -89,6 +89,9 @@ class Paths:
     def rights(self) -> str:
         return f"{self.security()}/rights"
 
+    def quotas(self) -> str:
+        return f"{self.security()}/quotas"
+
     def groups(self) -> str:
         return f"{self.root}/consumers"
 

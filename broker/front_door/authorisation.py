@@ -47,6 +47,7 @@ NEEDS: Mapping[int, Check] = {
     Command.TX: _each_branch,  # and WRITE on each topic
     Command.BRANCHES: _each_branch,  # RECOVER shows all of others
     Command.TOPIC: _each_topic,  # CREATE, ALTER or DELETE
+    Command.DELAY: _none,  # never a request
 }
 
 

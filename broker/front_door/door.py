@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from metamq.broker.front_door.admission import Admission
-    from metamq.broker.front_door.answer_memory import AnswerMemory
     from metamq.broker.front_door.audit import Audit
     from metamq.broker.front_door.fetch_session import ReplicaReadRole
+    from metamq.broker.front_door.limits.admission import Admission
+    from metamq.broker.front_door.limits.answer_memory import AnswerMemory
+    from metamq.broker.front_door.limits.request_memory import RequestMemory
+    from metamq.broker.front_door.limits.slices import Slices
     from metamq.broker.front_door.protocol import BrokerProtocol
-    from metamq.broker.front_door.request_memory import RequestMemory
-    from metamq.broker.front_door.slices import Slices
     from metamq.broker.front_door.statistics import Counters
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
     from metamq.errors import NotAuthorized
     from metamq.security.bearer import TokenVerifier
     from metamq.security.login import Verifiers
+    from metamq.security.quotas import Meter
     from metamq.security.rights import Access
     from metamq.wire.commands import HelloReply
     from metamq.wire.connection import Request
@@ -50,6 +51,9 @@ class UserDirectory(Protocol):
 
     def failed(self, address: str, user: str) -> None:
         """Notes a failed login."""
+
+    def meter(self, principal: str, now_s: float) -> Meter | None:
+        """Returns what measures the principal by its present quota; None: it has no quota."""
 
     def access(self, principal: str, refused: Callable[[NotAuthorized], None]) -> Access:
         """Returns what the principal may do by the present rules. `refused` is called with each refusal."""

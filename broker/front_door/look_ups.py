@@ -1,9 +1,9 @@
 """Carries out OFFSETS: the ends of partitions, and the first message at or after a time.
 
 The log's files are searched for the time. The cost depends on the data of producers. So the search runs in slices
-(metamq.broker.front_door.slices), and one request has `search_timeout_s` of the loop's time for all its searches. A
-search that is not finished by then ends with a Timeout. The log remembers its progress: the same request continues from
-there.
+(metamq.broker.front_door.limits.slices), and one request has `search_timeout_s` of the loop's time for all its
+searches. A search that is not finished by then ends with a Timeout. The log remembers its progress: the same request
+continues from there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from metamq.broker.front_door.fetch_session import ReplicaReadRole, parted
-from metamq.broker.front_door.slices import SlicedWork, Slices
+from metamq.broker.front_door.limits.slices import SlicedWork, Slices
 from metamq.errors import MetamqError, Timeout
 from metamq.security.rights import READ
 from metamq.wire import status

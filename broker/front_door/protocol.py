@@ -2,18 +2,18 @@
 
 Backpressure works in both directions. If a client sends faster than the disk writes, its bytes stay in the kernel:
 reading pauses while more than INFLIGHT_BYTES_MAX of its requests are unanswered, or while the memory of all requests is
-short (metamq.broker.front_door.request_memory). If a client does not read, its data stays on disk: while the write
-buffer of the transport is above its mark, the broker begins no request of the client, answers no long poll, and reads
-no bytes.
+short (metamq.broker.front_door.limits.request_memory), or a client is above its quota (limits.throttle). If a client
+does not read, its data stays on disk: while the write buffer of the transport is above its mark, the broker begins no
+request of the client, answers no long poll, and reads no bytes.
 
 Each request gets one answer. A PUT is answered when each of its batches is stored as its topic asks, perhaps after an
 fsync; a GET when its fetch session has data, or its long poll ends; OFFSETS in slices; the others at once.
 
 A client that holds memory must make progress. It must continue a frame that it has begun. It must read answers if a
-request waits for that, or if the memory of all answers is used up (metamq.broker.front_door.answer_memory). sweep()
-looks at all connections at intervals, and closes a connection without progress in two intervals; so no frame needs a
-timer. Other answers may stay unread for longer: a task may still work on the answer before. A connection that holds no
-memory may be silent without limit, once it has sent a request.
+request waits for that, or if the memory of all answers is used up (metamq.broker.front_door.limits.answer_memory).
+sweep() looks at all connections at intervals, and closes a connection without progress in two intervals; so no frame
+needs a timer. Other answers may stay unread for longer: a task may still work on the answer before. A connection that
+holds no memory may be silent without limit, once it has sent a request.
 
 A client that breaks the protocol gets an error and the end of the stream. For a moment the broker still reads and
 discards its bytes: closing a socket with unread bytes resets the connection, and the client would not get the error.
@@ -24,24 +24,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, cast
 
-from metamq.broker.front_door.admission import ConnectionFate
 from metamq.broker.front_door.audit import CHANGE, COMMAND, LOGIN, REFUSED
 from metamq.broker.front_door.authorisation import check
+from metamq.broker.front_door.connection_login import ConnectionLogin
 from metamq.broker.front_door.fetch_session import FetchSession
-from metamq.broker.front_door.slices import SlicedWork
+from metamq.broker.front_door.limits.admission import ConnectionFate
+from metamq.broker.front_door.limits.slices import SlicedWork
+from metamq.broker.front_door.limits.throttle import Throttle
 from metamq.broker.log.disk.files import descriptors_max
 from metamq.errors import AuthenticationFailed, MetamqError, NotAuthorized, ProtocolError
-from metamq.security.login import MECHANISMS, BrokerLogin
+from metamq.security.login import MECHANISMS
+from metamq.security.quotas import READ_BYTES, REQUESTS, WRITE_BYTES, QuotaWait
 from metamq.security.rights import NO_RULES, READ, Access, producer_prefix
 from metamq.security.tls import principal_of
 from metamq.wire import status, sync
 from metamq.wire.addresses import are_near
-from metamq.wire.commands import Command, GetResult
+from metamq.wire.commands import Command, Delay, GetResult
 from metamq.wire.connection import (
     AT_WORK,
     PUSHED,
@@ -63,7 +65,7 @@ log = logging.getLogger("metamq.broker")
 AUDITED = frozenset({Command.SYNC, Command.PROMOTE})
 """Commands that change roles."""
 FOR_OPERATORS = frozenset({Command.SYNC, Command.PROMOTE, Command.STATS, Command.BRANCHES})
-"""The commands on kept connections, see metamq.broker.front_door.admission."""
+"""The commands on kept connections, see metamq.broker.front_door.limits.admission."""
 CLIENT_CHARS_MAX = 200
 """Characters of the name that a client gives itself, in the audit log."""
 HELLO_TIMEOUT_S = 10.0
@@ -91,6 +93,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """The size of the large frame in progress; 0: none."""
         self._granted = True
         """True if its memory is reserved."""
+        self._throttle = Throttle(loop, self._delayed, self._goes_on)
+        self._paid: Request | None = None
+        """A request whose frame was large: it was counted when the frame began."""
         self._received_bytes = 0
         """Bytes since the last sweep."""
         self._written_bytes = 0
@@ -123,9 +128,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self.access = Access("", NO_RULES)
         """The rights of the client: none until its name is known."""
         self._is_known = False
-        self._login: BrokerLogin | None = None
-        self._expiry: asyncio.TimerHandle | None = None
-        """The end of the client's token."""
+        self._login: ConnectionLogin | None = None
         self._transport: asyncio.Transport | None = None
         self._link: tuple[HAConnection, HAService] | None = None
         """The link, if the peer is a slave. The connection is a stream then, and acknowledgements wait for nothing."""
@@ -194,6 +197,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                     self._waiting.append(event)
                     if event.body:
                         self._door.requests.take(len(event.body))
+                    if self._large_bytes:  # the frame in progress is the first to be complete
+                        self._paid = event
+                        self._reserve(0)
                 elif isinstance(event, LoginStep):
                     self._log_in(event)
                 else:
@@ -212,7 +218,13 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         elif self._large_bytes:
             self._door.requests.release(self._large_bytes)
         self._large_bytes = size
-        self._granted = not size or self._door.requests.reserve(size, self)
+        self._granted = not size or self._is_reserved()
+
+    def _is_reserved(self) -> bool:
+        if self._throttle.must_wait():
+            return False
+        self._throttle.take(WRITE_BYTES, self._large_bytes)
+        return self._door.requests.reserve(self._large_bytes, self)
 
     def granted(self) -> None:
         """Goes on with the large frame: its memory is reserved."""
@@ -232,7 +244,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if self.principal:
             client = self._connection.client[:CLIENT_CHARS_MAX]
             self._door.audit.record(LOGIN, self.principal, self.peer, client, allowed=True)
-        self.access = self._door.users.access(self.principal, self._refused)
+        self._take_rights()
         if self._place is not ConnectionFate.KEPT:
             self._deadline.cancel()
         self._greeted_at = self._loop.time()
@@ -240,8 +252,23 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def rights_changed(self) -> None:
         """Takes the present rules, also for partitions that the client has opened."""
         if self._is_known:
-            self.access = self._door.users.access(self.principal, self._refused)
+            self._take_rights()
             self.fetches.rights_changed()
+
+    def _take_rights(self) -> None:
+        self.access = self._door.users.access(self.principal, self._refused)
+        self._throttle.change(self._door.users.meter(self.principal, self._loop.time()))
+
+    def _delayed(self, wait: QuotaWait) -> None:
+        """Informs the client that its requests wait for its quota."""
+        self._door.counters.delayed(self.principal, wait.wait_s)
+        if self._writable:
+            self._write(self._connection.delay(Delay(math.ceil(wait.wait_s * 1000), wait.limit, wait.per_second)))
+
+    def _goes_on(self) -> None:
+        if self._large_bytes and not self._granted and not self._door.requests.is_queued(self):
+            self._granted = self._is_reserved()
+        self._work()
 
     def _refused(self, refusal: NotAuthorized) -> None:
         self._door.counters.refusals += 1
@@ -262,18 +289,13 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         return self.principal or self.peer
 
     def _log_in(self, step: LoginStep) -> None:
-        users = self._door.users
         if self._login is None:
-            self._login = BrokerLogin(self.peer, users.find, self._tls.context.identity, users.tokens)
+            self._login = ConnectionLogin(self._door, self.peer, self._address, self._tls)
         try:
-            data, is_done = self._login.next(step.mechanism, step.data)
+            data, is_done = self._login.next(step)
         except AuthenticationFailed as error:
-            users.failed(self._address, self._login.user)
-            self._refuse_login(step, error)
-            return
-        if users.must_wait(self._address, self._login.user):
-            too_many = AuthenticationFailed(self.peer, "too many logins have failed", hint="Wait for a minute.")
-            self._refuse_login(step, too_many)
+            self._write(self._connection.login_refused(step, error))
+            self._say_goodbye()
             return
         if is_done:
             self.principal = self._login.user
@@ -281,24 +303,13 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._write(self._connection.login_answer(step, data, is_done=is_done, producer_prefix=prefix))
         if is_done:
             self._is_open()
-            if self._login.expires_s:
-                self._expiry = self._loop.call_later(self._login.expires_s - time.time(), self._token_expired)
-
-    def _token_expired(self) -> None:
-        log.info("%s: the token of %s has expired: closed", self.peer, self.principal)
-        self.close()
-
-    def _refuse_login(self, step: LoginStep, error: AuthenticationFailed) -> None:
-        user = self._login.user if self._login is not None else ""
-        log.warning("%s is refused as the user %.64r: %s", self.peer, user, error.reason)
-        self._door.counters.failed_logins += 1
-        self._door.audit.record(LOGIN, user[:64], self.peer, step.mechanism[:64], allowed=False, reason=error.reason)
-        self._write(self._connection.login_refused(step, error))
-        self._say_goodbye()
+            self._login.end_at_expiry(self._loop, self.close)
 
     def _work(self) -> None:
-        """Begins received requests, while their answers can be written."""
+        """Begins received requests, while their answers can be written, and the quota of the client allows it."""
         while self._waiting and self._unpacking is None and self._writable and self._door.slices.of(self) < SLICED_MAX:
+            if self._waiting[0] is not self._paid and self._throttle.must_wait():
+                break
             request = self._waiting.popleft()
             if isinstance(request.header, Packed):
                 self._unpack_later(request)
@@ -321,7 +332,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _unpack(self, request: Request) -> Generator[None, None, None]:
         self._unpacking = None
         try:
-            self._waiting.appendleft(request.unpacked())
+            unpacked = request.unpacked()
+            self._paid = unpacked if request is self._paid else self._paid
+            self._waiting.appendleft(unpacked)
         except ProtocolError as error:
             self._waiting.appendleft(request)
             self._give_up_waiting()
@@ -370,6 +383,11 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _handle(self, request: Request) -> None:
         self._inflight_bytes += len(request.body)
+        self._throttle.take(REQUESTS, 1)
+        if request is self._paid:
+            self._paid = None
+        else:
+            self._throttle.take(WRITE_BYTES, len(request.body))
         try:
             self._processor_of(request)(request, self)
         except MetamqError as error:
@@ -407,6 +425,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _answer_get(self, request: Request, results: list[GetResult], bodies: list[Buffer]) -> None:
         self._done(request)
         self._door.counters.fetched(results)
+        self._throttle.take(READ_BYTES, sum(result.size for result in results))
         self._write(self._connection.respond(request, results, bodies))
 
     def _done(self, request: Request) -> None:
@@ -548,8 +567,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self.count_unread()
         self._door.admission.leave(self._address)
         self._deadline.cancel()
-        if self._expiry is not None:
-            self._expiry.cancel()
+        if self._login is not None:
+            self._login.close()
+        self._throttle.close()
         self._reserve(0)
         if self._unpacking is not None:
             self._waiting.append(self._unpacking)

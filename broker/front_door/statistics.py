@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 DAMAGED_MAX = 10
 """Partitions whose damage one answer describes."""
+PRINCIPALS_MAX = 1000
+OTHERS = "(others)"
 
 
 class Counters:
@@ -42,6 +44,9 @@ class Counters:
         self.refusals = 0
         """Requests and entries for which a right was missing."""
         self.failed_logins = 0
+        self.delays: dict[str, int] = defaultdict(int)
+        self.delayed_ms: dict[str, int] = defaultdict(int)
+        """By principal: the waits of its connections for its quota."""
 
     def appended(self, topic: str, header: BatchHeader, repeated: bool) -> None:
         """Counts a stored batch, or a batch that came again."""
@@ -56,6 +61,12 @@ class Counters:
         """Counts an answered GET."""
         self.fetches += 1
         self.bytes_out += sum(result.size for result in results if result.file is None)
+
+    def delayed(self, principal: str, wait_s: float) -> None:
+        """Counts a wait for a quota. Principals above PRINCIPALS_MAX are counted together."""
+        name = principal if principal in self.delays or len(self.delays) < PRINCIPALS_MAX else OTHERS
+        self.delays[name] += 1
+        self.delayed_ms[name] += round(wait_s * 1000)
 
     def snapshot(self, topics: Collection[str] | None = None) -> dict[str, Any]:
         """Returns all counters as plain values, for these topics only if `topics` is given."""
@@ -72,6 +83,8 @@ class Counters:
             "repeats": self.repeats,
             "refusals": self.refusals,
             "failed_logins": self.failed_logins,
+            "delays": dict(self.delays),
+            "delayed_ms": dict(self.delayed_ms),
         }
 
 

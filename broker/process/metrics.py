@@ -41,6 +41,10 @@ _TOTALS = {
     "refusals": ("metamq_broker_refusals", "Requests and parts of requests for which a right was missing"),
     "failed_logins": ("metamq_broker_failed_logins", "Logins with a wrong user name or password, or too many of them"),
 }
+_PER_PRINCIPAL = {
+    "delays": ("metamq_broker_delays", "Times that a connection of a principal had to wait for its quota", 1),
+    "delayed_ms": ("metamq_broker_delayed_seconds", "Seconds that connections had to wait for a quota", 1000),
+}
 _PER_PARTITION = {
     "start_offset": ("metamq_log_start_offset", "The first offset in the log"),
     "stable_offset": ("metamq_log_stable_offset", "The offset up to which consumers can read"),
@@ -146,6 +150,11 @@ class BrokerCollector(Collector):
         text = "Connections that were closed because they made no progress, did not read, or sent no request"
         yield CounterMetricFamily("metamq_broker_stalled_connections", text, value=statistics["stalled_connections"])
         yield self._fsyncs()
+        for name, (metric, text, unit) in _PER_PRINCIPAL.items():
+            family = CounterMetricFamily(metric, text, labels=["principal"])
+            for principal, value in counters[name].items():
+                family.add_metric([principal], value / unit)
+            yield family
         for name, (metric, text) in _PER_TOPIC.items():
             family = CounterMetricFamily(metric, text, labels=["topic"])
             for topic, value in counters[name].items():

@@ -11,14 +11,14 @@ import metamq
 from metamq.broker.data.partition import BatchIds
 from metamq.broker.data.scrubber import Scrubber
 from metamq.broker.front_door.administration import AdministrationProcessor
-from metamq.broker.front_door.admission import Admission
-from metamq.broker.front_door.answer_memory import AnswerMemory
 from metamq.broker.front_door.appends import Appends, PutProcessor, TxProcessor
 from metamq.broker.front_door.door import FrontDoor, Processor, Timeouts
 from metamq.broker.front_door.fetch_session import ReplicaReadRole
+from metamq.broker.front_door.limits.admission import Admission
+from metamq.broker.front_door.limits.answer_memory import AnswerMemory
+from metamq.broker.front_door.limits.request_memory import RequestMemory
+from metamq.broker.front_door.limits.slices import Slices
 from metamq.broker.front_door.look_ups import LookUps
-from metamq.broker.front_door.request_memory import RequestMemory
-from metamq.broker.front_door.slices import Slices
 from metamq.broker.front_door.statistics import Counters, StatsProcessor
 from metamq.broker.process.housekeeping import Housekeeping
 from metamq.broker.roles.keeper import RoleKeeper

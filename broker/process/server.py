@@ -35,8 +35,8 @@ from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.kept_topics import kept_topics, unserved_partitions
 from metamq.broker.data.topics import Topics
 from metamq.broker.front_door.acceptor import Acceptor
-from metamq.broker.front_door.admission import LINGERING_MAX, SLOTS_KEPT
 from metamq.broker.front_door.audit import Audit
+from metamq.broker.front_door.limits.admission import LINGERING_MAX, SLOTS_KEPT
 from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.log.disk.files import SHORTAGES, FileCache
 from metamq.broker.log_once import LogOnce

@@ -1,6 +1,6 @@
-"""The users of the cluster and the rules of their rights, as a broker knows them: it follows their nodes.
+"""The users of the cluster, their rights and their quotas, as a broker knows them: it follows their nodes.
 
-Without ZooKeeper the last known users may log in, and the last known rules decide. It also limits failed logins.
+Without ZooKeeper what was known last counts. This module also limits failed logins.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from metamq.errors import ConnectError, CorruptData, NotAuthorized
+from metamq.security.quotas import Meter, Meters, Quotas
 from metamq.security.rights import CLUSTER, DESCRIBE, NO_RULES, UNLIMITED, Access, Resource, RuleTable
-from metamq.zk.cluster.rights import read_rules
-from metamq.zk.cluster.users import read_users
+from metamq.zk.cluster.quotas import QUOTAS
+from metamq.zk.cluster.rights import RULES
+from metamq.zk.cluster.users import USERS
 from metamq.zk.session.watches import OneWatch
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ class Followed(Generic[T]):
 
 async def read_table(session: Session, watch: Watcher | None) -> RuleTable:
     """Returns the present rules. Raises CorruptData, ConnectionLost."""
-    return RuleTable(await read_rules(session, watch))
+    return RuleTable(await RULES.read(session, watch))
 
 
 class KnownUsers:
@@ -92,17 +94,24 @@ class KnownUsers:
         """`security`: None if it is off; then each client may do everything."""
         self._is_secure = security is not None
         self.tokens = security.tokens if security is not None else None
-        self._users: Followed[Users] = Followed(session, read_users, {}, "users")
+        self._users: Followed[Users] = Followed(session, USERS.read, {}, "users")
         self._rules: Followed[RuleTable] = Followed(session, read_table, NO_RULES, "rules of rights")
+        self._quotas: Followed[Quotas] = Followed(session, QUOTAS.read, {}, "quotas")
+        self._nodes: tuple[Followed[Any], ...] = (self._users, self._rules, self._quotas)
+        self._meters = Meters()
         self._failures: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
 
     def when_rights_change(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Calls `call` after each change of the rules."""
-        self._rules.changed = call
+        """Calls `call` after each change of the rules, or of the quotas."""
+        self._rules.changed = self._quotas.changed = call
 
     def access(self, principal: str, refused: Callable[[NotAuthorized], None]) -> Access:
         """Returns what the principal may do by the present rules. `refused` is called with each refusal."""
         return Access(principal, self._rules.value, refused=refused) if self._is_secure else UNLIMITED
+
+    def meter(self, principal: str, now_s: float) -> Meter | None:
+        """Returns what measures the principal by its present quota; None: it has no quota."""
+        return self._meters.find(principal, self._quotas.value, now_s)
 
     def may_describe(self, principal: str) -> bool:
         """True if the principal has the right `describe cluster`. Any thread."""
@@ -126,12 +135,12 @@ class KnownUsers:
             self._failures.popitem(last=False)
 
     async def read(self) -> None:
-        """Reads the users and the rules. Raises ConnectError."""
-        await self._users.read()
-        await self._rules.read()
+        """Reads users, rules and quotas. Raises ConnectError."""
+        for node in self._nodes:
+            await node.read()
 
     async def run(self) -> None:
-        """Follows both, until cancelled."""
+        """Follows them, until cancelled."""
         async with asyncio.TaskGroup() as following:
-            following.create_task(self._users.run())
-            following.create_task(self._rules.run())
+            for node in self._nodes:
+                following.create_task(node.run())

@@ -1,4 +1,4 @@
-"""`metamq user` and `metamq acl`: the users who log in by password, and the rules that say who may do what.
+"""`metamq user`, `metamq acl` and `metamq quota`: who logs in by password, who may do what, and how much of it.
 
 A password is never on a command line.
 """
@@ -13,6 +13,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
+from metamq.cli.show import units
 from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, count, print_json, print_table, say
 from metamq.errors import ConfigError
 from metamq.security.login import read_secret
@@ -224,6 +225,86 @@ def explain(principal: str, right: str, resource: str, output: str) -> int:
     else:
         click.echo(f"{'yes' if found.is_allowed else 'no'}: {found.reason}")
     return 0 if found.is_allowed else 1
+
+
+@click.group(cls=Group)
+def quota() -> None:
+    """Show and change quotas: how much a principal may use at each broker in a second.
+
+    A broker delays requests above the quota, and refuses none: its clients log a warning, and wait. The certificates
+    `admin` and `brokers` have no quota. A change counts within a second, at open connections too.
+
+    \b
+    metamq quota set etl --write-bytes 10MB --read-bytes 50MB
+    metamq quota set '*' --requests 1000
+    metamq quota list
+    """
+
+
+@quota.command("set")
+@click.argument("principal")
+@click.option("--write-bytes", type=units.SIZE, default=0, help="Bytes of messages sent in a second: 10MB.")
+@click.option("--read-bytes", type=units.SIZE, default=0, help="Bytes of messages read in a second: 50MB.")
+@click.option("--requests", type=click.IntRange(1), default=0, help="Requests in a second.")
+@TEXT_OR_JSON
+def set_quota(principal: str, write_bytes: int, read_bytes: int, requests: int, output: str) -> int:
+    """Set the quota of PRINCIPAL, a user or a certificate; '*': each one without its own.
+
+    It replaces the former quota. What is not given has no limit.
+
+    \b
+    metamq quota set etl --write-bytes 10MB --requests 500
+    """
+    with current().admin() as admin:
+        found = admin.set_quota(principal, write_bytes_s=write_bytes, read_bytes_s=read_bytes, requests_s=requests)
+    if output == "json":
+        print_json({"principal": principal, **found._asdict()})
+    else:
+        say(f"The quota of {principal} at each broker: {found}.")
+    return 0
+
+
+@quota.command("list")
+@TABLE_OR_JSON
+def list_quotas(output: str) -> int:
+    """Show all quotas.
+
+    \b
+    metamq quota list
+    metamq quota list -o json
+    """
+    with current().admin() as admin:
+        quotas = admin.quotas()
+    if output == "json":
+        print_json([{"principal": name, **found._asdict()} for name, found in quotas.items()])
+    else:
+        rows = [
+            [name, *(f"{limit:,}" if limit else units.UNLIMITED for limit in found)] for name, found in quotas.items()
+        ]
+        print_table(["PRINCIPAL", "WRITE BYTES/S", "READ BYTES/S", "REQUESTS/S"], rows)
+    return 0
+
+
+def _limit(per_second: int) -> str:
+    return f"{per_second:,}" if per_second else units.UNLIMITED
+
+
+@quota.command("remove")
+@click.argument("principal")
+@TEXT_OR_JSON
+def remove_quota(principal: str, output: str) -> int:
+    """Remove the quota of PRINCIPAL. The quota of '*' counts then, if there is one.
+
+    \b
+    metamq quota remove etl
+    """
+    with current().admin() as admin:
+        admin.remove_quota(principal)
+    if output == "json":
+        print_json({"principal": principal})
+    else:
+        say(f"The quota of {principal} is removed.")
+    return 0
 
 
 def _show(rules: list[Rule], what: str, output: str) -> None:

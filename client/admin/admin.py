@@ -20,6 +20,7 @@ from metamq.client.admin.admin_core import WAIT_S, AdminCore, P, T, exported
 from metamq.client.background import background
 from metamq.client.checks import not_picklable
 from metamq.client.settings import cluster_access
+from metamq.security.quotas import Quota
 
 if TYPE_CHECKING:
     from metamq.client.admin.admin_model import (
@@ -290,6 +291,24 @@ class Admin:
     def explain_right(self, principal: str, right: str, resource: str) -> RightDecision:
         """Decides by the present rules if the principal may do this, and says by which rule. Raises ConfigError."""
         return self._call(admin_users.explain, principal, right, resource)
+
+    def quotas(self) -> dict[str, Quota]:
+        """Returns the quota of each principal that has one, by its name; "*": of all that have none."""
+        return self._call(admin_users.all_quotas)
+
+    def set_quota(self, principal: str, *, write_bytes_s: int = 0, read_bytes_s: int = 0, requests_s: int = 0) -> Quota:
+        """Sets how much a principal may use at each broker in a second, and returns the quota. 0: no limit.
+
+        It replaces the former quota of the principal, and counts within a second, at open connections too. `principal`
+        is the name of a user or of a certificate; "*": each one without a quota of its own. Raises ConfigError.
+        """
+        quota = Quota(write_bytes_s, read_bytes_s, requests_s)
+        self._call(admin_users.set_quota, principal, quota)
+        return quota
+
+    def remove_quota(self, principal: str) -> None:
+        """Removes the quota of a principal; the one for "*" counts then. Raises ConfigError if it has none."""
+        self._call(admin_users.remove_quota, principal)
 
     def plan_balance(self) -> list[MasterPlace]:
         """Returns, for each broker id whose master answers, the replica that should be the master.

@@ -1,4 +1,4 @@
-"""The administration of users who log in by password, and of rights."""
+"""The administration of users who log in by password, of rights and of quotas."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from metamq.security.login import make_verifiers
 from metamq.security.names import check_name
+from metamq.security.quotas import Quota, check_quota
 from metamq.security.rights import RightDecision, Rule, Rules, RuleTable, check_right, parse_resource, parse_rule
-from metamq.zk.cluster.rights import change_rules, read_rules, with_rules, without_rules
-from metamq.zk.cluster.users import change_users, read_users, with_user, without_user
+from metamq.zk.cluster.quotas import QUOTAS, with_quota, without_quota
+from metamq.zk.cluster.rights import RULES, with_rules, without_rules
+from metamq.zk.cluster.users import USERS, with_user, without_user
 from metamq.zk.names import check_name as check_topic_name
 
 if TYPE_CHECKING:
@@ -18,41 +20,57 @@ if TYPE_CHECKING:
 
 async def all_users(cluster: ClusterClient) -> list[str]:
     """Returns the names of all users, in order."""
-    return sorted(await read_users(cluster.session))
+    return sorted(await USERS.read(cluster.session))
 
 
 async def set_user(cluster: ClusterClient, name: str, password: str) -> None:
     """Adds a user, or changes its password. See Admin.set_user."""
     check_name(name)
     verifiers = make_verifiers(password)
-    await change_users(cluster.session, lambda users: with_user(users, name, verifiers))
+    await USERS.change(cluster.session, lambda users: with_user(users, name, verifiers))
 
 
 async def remove_user(cluster: ClusterClient, name: str) -> None:
     """Removes a user. See Admin.remove_user."""
-    await change_users(cluster.session, lambda users: without_user(users, name))
+    await USERS.change(cluster.session, lambda users: without_user(users, name))
 
 
 async def all_rules(cluster: ClusterClient) -> list[Rule]:
     """Returns all rules, in order. See Admin.rules."""
-    return sorted(await read_rules(cluster.session), key=str)
+    return sorted(await RULES.read(cluster.session), key=str)
 
 
 async def add_rules(cluster: ClusterClient, rules: Rules) -> None:
     """Adds rules. See Admin.add_rules."""
-    await change_rules(cluster.session, lambda stored: with_rules(stored, rules))
+    await RULES.change(cluster.session, lambda stored: with_rules(stored, rules))
 
 
 async def remove_rules(cluster: ClusterClient, rules: Rules) -> None:
     """Removes rules. See Admin.remove_rules."""
-    await change_rules(cluster.session, lambda stored: without_rules(stored, rules))
+    await RULES.change(cluster.session, lambda stored: without_rules(stored, rules))
 
 
 async def explain(cluster: ClusterClient, principal: str, right: str, resource: str) -> RightDecision:
     """Decides as a broker does. See Admin.explain_right."""
     found = parse_resource(resource)
     check_right(right, found)
-    return RuleTable(await read_rules(cluster.session)).decide(principal, right, found)
+    return RuleTable(await RULES.read(cluster.session)).decide(principal, right, found)
+
+
+async def all_quotas(cluster: ClusterClient) -> dict[str, Quota]:
+    """Returns the quota of each principal that has one, in order. See Admin.quotas."""
+    return dict(sorted((await QUOTAS.read(cluster.session)).items()))
+
+
+async def set_quota(cluster: ClusterClient, principal: str, quota: Quota) -> None:
+    """Sets the quota of a principal. See Admin.set_quota."""
+    check_quota(principal, quota)
+    await QUOTAS.change(cluster.session, lambda quotas: with_quota(quotas, principal, quota))
+
+
+async def remove_quota(cluster: ClusterClient, principal: str) -> None:
+    """Removes the quota of a principal. See Admin.remove_quota."""
+    await QUOTAS.change(cluster.session, lambda quotas: without_quota(quotas, principal))
 
 
 def parsed_rules(effect: str, principal: str, right: str, resources: Sequence[str]) -> Rules:

@@ -17,6 +17,7 @@ from metamq.client.admin import (
 )
 from metamq.client.admin.admin_core import WAIT_S, AdminCore, exported
 from metamq.client.settings import cluster_access
+from metamq.security.quotas import Quota
 
 if TYPE_CHECKING:
     from metamq.client.admin.admin_model import (
@@ -208,6 +209,22 @@ class Admin:
     async def explain_right(self, principal: str, right: str, resource: str) -> RightDecision:
         """See metamq.Admin.explain_right."""
         return await self._core.call(admin_users.explain, principal, right, resource)
+
+    async def quotas(self) -> dict[str, Quota]:
+        """See metamq.Admin.quotas."""
+        return await self._core.call(admin_users.all_quotas)
+
+    async def set_quota(
+        self, principal: str, *, write_bytes_s: int = 0, read_bytes_s: int = 0, requests_s: int = 0
+    ) -> Quota:
+        """See metamq.Admin.set_quota."""
+        quota = Quota(write_bytes_s, read_bytes_s, requests_s)
+        await self._core.call(admin_users.set_quota, principal, quota)
+        return quota
+
+    async def remove_quota(self, principal: str) -> None:
+        """See metamq.Admin.remove_quota."""
+        await self._core.call(admin_users.remove_quota, principal)
 
     async def plan_balance(self) -> list[MasterPlace]:
         """See metamq.Admin.plan_balance."""

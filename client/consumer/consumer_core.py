@@ -545,6 +545,7 @@ class ConsumerCore:
             buffered_bytes=self.inbox.buffered_bytes,
             last_fetch_s=time.monotonic() - last if last else None,
             lost_messages=self._lost_messages,
+            delayed_s=self.cluster.connections.delayed_s,
             group=self._assignment.health() if isinstance(self._assignment, ZKLoadRebalanceListener) else None,
         )
 

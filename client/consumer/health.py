@@ -50,6 +50,8 @@ class ConsumerHealth:
     """Seconds since a broker last answered."""
     lost_messages: int
     """Messages that retention removed before they were read."""
+    delayed_s: float
+    """Seconds until the brokers go on: this client is above its quota. 0: no broker delays it."""
     group: RebalanceHealth | None
 
 

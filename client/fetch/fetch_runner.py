@@ -221,7 +221,7 @@ class FetchRunner:
         if self._polls and self._polls[0][0].done():
             return
         next_due = self.queue.next_due(self.source)
-        late = self._polls[0][1] if self._polls else None
+        late = self._late_at(connection)
         wake_up = min((time for time in (next_due, late) if time is not None), default=None)
         timer = None if wake_up is None else loop.call_at(wake_up, self._changed.set)
         try:
@@ -230,9 +230,17 @@ class FetchRunner:
             if timer is not None:
                 timer.cancel()
         self._changed.clear()
+        late = self._late_at(connection)
         if connection is not None and late is not None and loop.time() >= late and not self._polls[0][0].done():
             log.warning("%s did not answer a long poll: reconnecting", connection.address)
             connection.abort()
+
+    def _late_at(self, connection: BrokerConnection | None) -> float | None:
+        """Returns the time of the loop at which the answer to the first poll is late."""
+        if not self._polls:
+            return None
+        late = self._polls[0][1]
+        return late if connection is None else max(late, connection.delays.ends_at_s + ANSWER_LATE_S)
 
     def _answered(self, poll: asyncio.Future[Response]) -> None:
         error = poll.exception()

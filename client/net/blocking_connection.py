@@ -16,10 +16,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.net import transport
+from metamq.client.net.delays import Delays
 from metamq.errors import AuthenticationFailed, ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
 from metamq.security.tls import ENDED, tls_reason
 from metamq.wire.addresses import are_near
 from metamq.wire.buffer_pool import BufferPool
+from metamq.wire.commands import Command
 from metamq.wire.connection import ClientConnection, Response
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class BlockingConnection:
         self._connection = ClientConnection(address, transport.client_name(), BufferPool(transport.KEPT_BYTES).take)
         self._is_plain = True
         self._wake_bytes = 1
+        self._delays = Delays(address)
         self.is_open = True
         """False as soon as something has failed on the connection."""
         self.is_near = False
@@ -147,13 +150,16 @@ class BlockingConnection:
     def receive(self, *, timeout_s: float) -> Response:
         """Waits for the answer to the request. Raises ConnectError, or Timeout after `timeout_s` seconds without data.
 
-        In a large answer the limit is for each part: WAKE_BYTES, or the rest.
+        In a large answer the limit is for each part: WAKE_BYTES, or the rest. The time of a delay does not count
+        (metamq.client.net.delays).
         """
         try:
-            self._socket.settimeout(timeout_s)
             while True:
+                self._socket.settimeout(timeout_s + self._delays.left_s)
                 for response in self._received():
-                    return response
+                    if response.command != Command.DELAY:
+                        return response
+                    self._delays.received(response.header)
         except MetamqError as error:
             self.abort()
             raise ConnectError(self.address, error.problem, hint=error.hint, outcome="unknown") from error

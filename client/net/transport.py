@@ -13,11 +13,13 @@ import platform
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import metamq
+from metamq.client.net.delays import Delays
 from metamq.errors import AuthenticationFailed, ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
 from metamq.security.tls import ENDED, tls_reason
 from metamq.wire import status
@@ -121,6 +123,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._is_plain = True
         self._wake_bytes = 1
+        self.delays = Delays(address)
         self.closed = loop.create_future()
         """A future that is done, with the reason as its result, once the connection is closed."""
 
@@ -229,6 +232,9 @@ class BrokerConnection(asyncio.BufferedProtocol):
     def _push_received(self, response: Response) -> None:
         if response.status != status.OK:
             raise status.decode_error(response.status, response.header)
+        if response.command == Command.DELAY:
+            self.delays.received(response.header)
+            return
         assert self._pushed is not None
         self._pushed(response.header, response.body)
 
@@ -274,9 +280,12 @@ class BrokerConnection(asyncio.BufferedProtocol):
         return future
 
     async def request(self, command: int, header: Any, bodies: list[Buffer] | None = None, *, timeout_s: float) -> Any:
-        """Sends a request and returns its response's header. Raises the broker's error, ConnectError or Timeout."""
+        """Sends a request and returns its response's header. Raises the broker's error, ConnectError or Timeout.
+
+        The time of a delay does not count (metamq.client.net.delays).
+        """
         future = self.send(command, header, bodies)
-        expiry = self._loop.call_later(timeout_s, _expire, future)  # a third of what asyncio.timeout() costs
+        expiry = self._loop.call_later(timeout_s, self._expire, future, timeout_s)  # asyncio.timeout() costs threefold
         try:
             response = await future
         except TimeoutError:
@@ -286,6 +295,15 @@ class BrokerConnection(asyncio.BufferedProtocol):
         if response.status != status.OK:
             raise status.decode_error(response.status, response.header)
         return response.header
+
+    def _expire(self, future: asyncio.Future[Response], timeout_s: float) -> None:
+        left_s = self.delays.ends_at_s + timeout_s - time.monotonic()
+        if future.done():
+            return
+        if left_s > 0:
+            self._loop.call_later(left_s, self._expire, future, timeout_s)
+        else:
+            future.set_exception(TimeoutError())
 
     async def stream(self, header: Any, pushed: Callable[[Any, memoryview], None], *, timeout_s: float) -> Any:
         """Turns the connection into a stream by a SYNC request. Returns the answer to the request.
@@ -323,11 +341,6 @@ class BrokerConnection(asyncio.BufferedProtocol):
             self._transport.close()
             await asyncio.wait([self.closed], timeout=1.0)
             self.abort()
-
-
-def _expire(future: asyncio.Future[Response]) -> None:
-    if not future.done():
-        future.set_exception(TimeoutError())
 
 
 def another_answered(address: str, broker_id: int, expected: int) -> ConnectError:
@@ -387,6 +400,11 @@ class Connections:
         if not task.cancelled() and task.exception() is None:
             self._pause_s.pop(place, None)
             self._open[place] = task.result()
+
+    @property
+    def delayed_s(self) -> float:
+        """Seconds until all brokers go on with requests; 0 if none delays them. Thread-safe."""
+        return max((connection.delays.left_s for connection in list(self._open.values())), default=0.0)
 
     async def close(self) -> None:
         """Closes all connections permanently."""

@@ -122,6 +122,14 @@ class BrokerSender:
         self._warned = False
 
     @property
+    def problem(self) -> str:
+        """The reason that batches wait, or ""."""
+        if self.last_error is not None:
+            return self.last_error.problem
+        delays = None if self._connection is None else self._connection.delays
+        return delays.reason if delays is not None and delays.left_s else ""
+
+    @property
     def blocked(self) -> bool:
         """True if nothing can be sent now, to any partition."""
         if len(self._sent) >= INFLIGHT_REQUESTS:
@@ -259,7 +267,7 @@ class BrokerSender:
     def tick(self, now_s: float, request_timeout_s: float) -> None:
         """Closes a connection that does not answer, and tries again to send the waiting batches."""
         for sent in list(self._sent):
-            if now_s - sent.sent_at_s > request_timeout_s:
+            if now_s - max(sent.sent_at_s, sent.connection.delays.ends_at_s) > request_timeout_s:
                 log.warning(
                     "broker %d did not answer a PUT within %g s: reconnecting", self.broker_id, request_timeout_s
                 )
@@ -512,13 +520,13 @@ class Sender:
         return DeliveryTimeout(
             f"a batch of {count(batch.messages, 'message')} for {batch.name}",
             self._delivery_timeout_s,
-            broker.last_error.problem if broker is not None and broker.last_error is not None else "",
+            broker.problem if broker is not None else "",
             outcome="unknown" if batch.unsure else "not_done",
         )
 
     def problems(self) -> set[str]:
         """Returns the problems that prevent batches from being stored now."""
-        return {broker.last_error.problem for broker in self._brokers.values() if broker.last_error is not None}
+        return {broker.problem for broker in self._brokers.values()} - {""}
 
     async def close(self) -> None:
         """Ends the sender's tasks."""

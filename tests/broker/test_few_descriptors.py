@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from metamq import Admin, Producer
-from metamq.broker.front_door.admission import SLOTS_KEPT
+from metamq.broker.front_door.limits.admission import SLOTS_KEPT
 from metamq.broker.process.server import OPEN_FILES_LEAST, shares
 from metamq.errors import ConfigError, MetamqError
 from metamq.testing import BrokerProcess, Cluster

@@ -9,7 +9,7 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.broker.front_door.request_memory import RequestMemory
+from metamq.broker.front_door.limits.request_memory import RequestMemory
 
 
 class Asker:

@@ -23,7 +23,7 @@ from metamq.security.login import (
     read_secret,
     server_identity,
 )
-from metamq.zk.cluster.users import USERS_MAX, _read, users_json, with_user, without_user
+from metamq.zk.cluster.users import USERS_MAX, _decoded, users_json, with_user, without_user
 from tests.security.certificate_folder import make_folder
 
 PASSWORD = "correct horse battery"
@@ -211,7 +211,7 @@ def test_a_password_file(tmp_path: Path) -> None:
 def test_users_are_stored_and_read_back(users: Any) -> None:
     import json
 
-    assert _read(json.loads(users_json(users))) == users
+    assert _decoded(json.loads(users_json(users))) == users
     with pytest.raises(ConfigError, match="is the name of a certificate"):
         with_user({}, "brokers", users["etl"])
     with pytest.raises(ConfigError, match="there is no user 'x'"):

@@ -159,7 +159,7 @@ def test_a_table_decides_as_the_rules_read_one_by_one(rules: list[Rule], princip
 
 @given(st.lists(RULES, max_size=6, unique=True))
 def test_the_node_has_them_all(rules: list[Rule]) -> None:
-    assert rights._parsed("/node", rights.rules_json(tuple(rules))) == tuple(rules)
+    assert rights.RULES.parsed("/node", rights.rules_json(tuple(rules))) == tuple(rules)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +167,12 @@ def test_the_node_has_them_all(rules: list[Rule]) -> None:
     [b"", b"[]", b"{}", b'{"rules": [["allow", "etl", "read"]]}', b'{"rules": [["may", "etl", "read", "a"]]}'],
 )
 def test_a_damaged_node(data: bytes) -> None:
-    with pytest.raises(CorruptData, match="the list of rights in ZooKeeper"):
-        rights._parsed("/node", data)
+    with pytest.raises(CorruptData, match="the list of rules in ZooKeeper"):
+        rights.RULES.parsed("/node", data)
 
 
 def test_a_rule_of_a_later_release_decides_nothing_and_stays() -> None:
-    stored = rights._parsed(
+    stored = rights.RULES.parsed(
         "/node", b'{"rules": [["allow", "etl", "fly", "group:g"], ["deny", "etl", "read", "topic:a"]]}'
     )
     assert not RuleTable(stored).decide("etl", "read", Resource(TOPIC, "a")).is_allowed

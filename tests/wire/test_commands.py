@@ -16,7 +16,7 @@ from metamq.wire.headers import entries_max_of, fields_of, unpack, unpack_list
 from metamq.wire.limits import REQUEST_ENTRIES_MAX, AtMost
 
 TUPLES = [
-    commands.Hello(1, 1, "me"),
+    commands.Hello(1, 1, "me", True),
     commands.HelloReply(1, 0, 5, 4, 16, 64, "metamq", ["SCRAM-SHA-256-PLUS"], 7),
     commands.Authenticate("SCRAM-SHA-256-PLUS", b"n,,"),
     commands.Authenticated(b"v=", True, 7),
@@ -32,6 +32,7 @@ TUPLES = [
     commands.Promoted(2, 1),
     commands.TopicChange("flights", b"{}", 3),
     commands.TopicChanged(True),
+    commands.Delay(1500, "write_bytes_s", 1_000_000),
 ]
 
 
@@ -60,7 +61,7 @@ def test_a_wrong_field_is_named(sent: Any) -> None:
         for wrong in (None, 1.5, True, b"bytes", {}, [["x"]]):
             if name == "opened" and isinstance(wrong, list):
                 continue  # its entries are looked at one by one
-            if name in ("accept_loss", "in_place", "master_stops", "is_done") and wrong is True:
+            if name in ("accept_loss", "in_place", "master_stops", "is_done", "takes_delays") and wrong is True:
                 continue
             if name in ("data", "document") and isinstance(wrong, bytes):
                 continue
@@ -150,6 +151,7 @@ def test_numbers_are_never_used_twice() -> None:
         "TX": 9,
         "BRANCHES": 10,
         "TOPIC": 11,
+        "DELAY": 12,
     }
 
 

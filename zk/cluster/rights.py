@@ -1,41 +1,18 @@
-"""The rules of a cluster that give and deny rights: one persistent node, which brokers follow.
-
-metamq.security.rights decides by them. Each change is made by compare-and-set.
-"""
+"""The rules of a cluster that give and deny rights: metamq.security.rights decides by them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from metamq.errors import ConfigError
 from metamq.security.rights import ALLOW, DENY, Resource, Rule, Rules
-from metamq.zk.documents import items, read_document, texts
-from metamq.zk.session.change import change_node
-
-if TYPE_CHECKING:
-    from metamq.zk.cluster.brokers import Watcher
-    from metamq.zk.session.session import Session
+from metamq.zk.cluster.shared_node import SharedNode
+from metamq.zk.documents import items, texts
+from metamq.zk.paths import Paths
 
 NODE_BYTES_MAX = 900_000
 """A little less than ZooKeeper stores in a node."""
-
-
-async def read_rules(session: Session, watch: Watcher | None = None) -> Rules:
-    """Returns all rules. `watch` is called once if they change. Raises CorruptData, ConnectionLost."""
-    path = session.paths.rights()
-    node = await session.get_or_none(path, watch=watch)
-    return _parsed(path, None if node is None else node.data)
-
-
-async def change_rules(session: Session, change: Callable[[Rules], Rules]) -> None:
-    """Stores `change(what is stored)` by compare-and-set; `change` may be called several times.
-
-    Raises CorruptData, the errors of `change`, and ConnectionLost: then the outcome is unknown.
-    """
-    path = session.paths.rights()
-    await change_node(session, path, lambda data: _parsed(path, data), change, rules_json)
 
 
 def with_rules(rules: Rules, more: Rules) -> Rules:
@@ -63,14 +40,7 @@ def rules_json(rules: Rules) -> bytes:
     return data
 
 
-def _parsed(path: str, data: bytes | None) -> Rules:
-    if data is None:
-        return ()
-    hint = "Delete this node with ZooKeeper's own client, then add the rules again: `metamq acl allow`."
-    return read_document(f"the list of rights in ZooKeeper ({path})", data, _read, hint=hint)
-
-
-def _read(document: dict[str, Any]) -> Rules:
+def _decoded(document: dict[str, Any]) -> Rules:
     """Keeps rules of rights that this release does not know: they decide nothing here, and are not lost."""
     return tuple(_rule(*texts(one)) for one in items(document["rules"]))
 
@@ -80,3 +50,6 @@ def _rule(effect: str, principal: str, right: str, resource: str) -> Rule:
         raise ValueError(f"{effect[:40]!r} is not the effect of a rule")
     kind, _, name = resource.partition(":")
     return Rule(effect, principal, right, Resource(kind, name))
+
+
+RULES: SharedNode[Rules] = SharedNode("rules", Paths.rights, (), _decoded, rules_json, "metamq acl allow")

@@ -1,6 +1,5 @@
-"""The users of a cluster who log in by password: one persistent node, which brokers follow.
-
-It has no passwords, only the data that verifies them (metamq.security.login). Each change is made by compare-and-set.
+"""The users of a cluster who log in by password. ZooKeeper has no passwords, only the data that verifies them
+(metamq.security.login).
 """
 
 from __future__ import annotations
@@ -8,39 +7,20 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from metamq.errors import ConfigError
 from metamq.security.config import RESERVED
 from metamq.security.login import MECHANISMS, Verifier, Verifiers
-from metamq.zk.documents import fields, number, read_document, text
-from metamq.zk.session.change import change_node
-
-if TYPE_CHECKING:
-    from metamq.zk.cluster.brokers import Watcher
-    from metamq.zk.session.session import Session
+from metamq.zk.cluster.shared_node import SharedNode
+from metamq.zk.documents import fields, number, text
+from metamq.zk.paths import Paths
 
 Users = Mapping[str, Verifiers]
 """The verifiers of each user, by name."""
 USERS_MAX = 1000
 ITERATIONS_MAX = 10_000_000
-
-
-async def read_users(session: Session, watch: Watcher | None = None) -> Users:
-    """Returns all users. `watch` is called once if they change. Raises CorruptData, ConnectionLost."""
-    path = session.paths.users()
-    node = await session.get_or_none(path, watch=watch)
-    return _parsed(path, None if node is None else node.data)
-
-
-async def change_users(session: Session, change: Callable[[Users], Users]) -> None:
-    """Stores `change(what is stored)` by compare-and-set; `change` may be called several times.
-
-    Raises CorruptData, the errors of `change`, and ConnectionLost: then the outcome is unknown.
-    """
-    path = session.paths.users()
-    await change_node(session, path, lambda data: _parsed(path, data), change, users_json)
 
 
 def with_user(users: Users, name: str, verifiers: Verifiers) -> Users:
@@ -76,14 +56,7 @@ def _to_json(verifier: Verifier) -> dict[str, object]:
     return {**keys, "iterations": verifier.iterations}
 
 
-def _parsed(path: str, data: bytes | None) -> Users:
-    if data is None:
-        return {}
-    hint = "Delete this node with ZooKeeper's own client, then add the users again: `metamq user add`."
-    return read_document(f"the list of users in ZooKeeper ({path})", data, _read, hint=hint)
-
-
-def _read(document: dict[str, Any]) -> Users:
+def _decoded(document: dict[str, Any]) -> Users:
     return {name: _verifiers(fields(verifiers)) for name, verifiers in document.items()}
 
 
@@ -101,3 +74,6 @@ def _bytes(value: str) -> bytes:
         return base64.b64decode(value, validate=True)
     except binascii.Error as error:
         raise ValueError(f"not base64: {error}") from error
+
+
+USERS: SharedNode[Users] = SharedNode("users", Paths.users, {}, _decoded, users_json, "metamq user add")

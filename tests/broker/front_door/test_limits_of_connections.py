@@ -13,9 +13,10 @@ from typing import Any, cast
 
 import pytest
 
-from metamq.broker.front_door import admission, protocol
-from metamq.broker.front_door.admission import Admission, ConnectionFate
-from metamq.broker.front_door.answer_memory import AnswerMemory
+from metamq.broker.front_door import protocol
+from metamq.broker.front_door.limits import admission
+from metamq.broker.front_door.limits.admission import Admission, ConnectionFate
+from metamq.broker.front_door.limits.answer_memory import AnswerMemory
 from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.process import server
 from metamq.client.net.blocking_connection import BlockingConnection

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from metamq.broker.front_door.slices import SLICE_S, SlicedWork, Slices
+from metamq.broker.front_door.limits.slices import SLICE_S, SlicedWork, Slices
 from metamq.errors import ProtocolError, Timeout
 from metamq.testing import Cluster
 from metamq.wire import columns, status

@@ -56,6 +56,10 @@ class RequestMemory:
         self.used_bytes += size
         return True
 
+    def is_queued(self, connection: BrokerProtocol) -> bool:
+        """True if the connection waits in the queue."""
+        return connection in self._queue
+
     def withdraw(self, connection: BrokerProtocol) -> None:
         """Takes a connection out of the queue."""
         if self._queue.pop(connection, None) is not None:

@@ -1,0 +1,131 @@
+"""Quotas: how much a principal may send to one broker, and receive from it, in a second. Without I/O.
+
+A quota delays, and refuses nothing: a broker that has served more than the quota begins no request of the principal
+until the quota has caught up. A Meter counts by the time at which all that was used is paid for:
+
+    take(n)    paid_at = max(paid_at, now - BURST_S) + n / limit        for each of the three limits
+    wait       paid_at - now, if that is at least WAIT_LEAST_S          of the limit with the longest wait
+
+A request is begun while nothing is to pay, and is then finished, however large it is. So in any T seconds a principal
+uses at most `limit` x (T + BURST_S + WAIT_LEAST_S), and the requests in progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from metamq.errors import ConfigError
+from metamq.security.names import check_name
+from metamq.security.rights import ANY_PRINCIPAL, SUPERUSERS
+
+BURST_S = 1.0
+"""The time for which an unused quota is kept."""
+WAIT_LEAST_S = 0.02
+"""A shorter wait is put off, so that waits are few."""
+QUOTAS_MAX = 1000
+LIMIT_MAX = 1 << 50
+
+
+class Quota(NamedTuple):
+    """Limits of one principal at one broker; 0: none."""
+
+    write_bytes_s: int = 0
+    """Bytes of messages that it sends in a second, in frames of PUT and TX."""
+    read_bytes_s: int = 0
+    """Bytes of messages that it gets in a second, in answers to GET."""
+    requests_s: int = 0
+    """Requests of all kinds in a second."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {limit:,}" for name, limit in self._asdict().items() if limit) or "none"
+
+
+WRITE_BYTES, READ_BYTES, REQUESTS = range(3)
+"""The places of the limits in a Quota."""
+NO_QUOTA = Quota()
+Quotas = Mapping[str, Quota]
+"""The quota of each principal; ANY_PRINCIPAL: of each one without its own."""
+
+
+class QuotaWait(NamedTuple):
+    """The time that a principal must wait, and why."""
+
+    wait_s: float
+    limit: str
+    """The name of the limit, a field of Quota."""
+    per_second: int
+
+
+class Meter:
+    """The use of one principal at one broker. Used by one loop; all times are of one clock, in seconds."""
+
+    def __init__(self, quota: Quota) -> None:
+        self.quota = quota
+        self._paid_at_s = [0.0] * len(quota)
+
+    def take(self, limit: int, amount: int, now_s: float) -> None:
+        """Counts what is used. `limit` is WRITE_BYTES, READ_BYTES or REQUESTS."""
+        if per_second := self.quota[limit]:
+            self._paid_at_s[limit] = max(self._paid_at_s[limit], now_s - BURST_S) + amount / per_second
+
+    def wait(self, now_s: float) -> QuotaWait | None:
+        """Returns how long the principal must wait before its next request; None: not at all."""
+        wait_s, limit = max((self._paid_at_s[limit] - now_s, limit) for limit, it in enumerate(self.quota) if it)
+        if wait_s < WAIT_LEAST_S:
+            return None
+        return QuotaWait(wait_s, Quota._fields[limit], self.quota[limit])
+
+    def is_paid(self, now_s: float) -> bool:
+        """True if forgetting the meter changes nothing."""
+        return max(self._paid_at_s) <= now_s - BURST_S
+
+
+class Meters:
+    """The meters of all principals at one broker. A meter outlives its principal's connections. Used by one loop."""
+
+    def __init__(self) -> None:
+        self._meters: dict[str, Meter] = {}
+        self._forget_above = METERS_KEPT
+
+    def find(self, principal: str, quotas: Quotas, now_s: float) -> Meter | None:
+        """Returns the meter of a principal by the present quotas; None: it has no quota."""
+        quota = quota_of(quotas, principal)
+        if quota == NO_QUOTA:
+            return None
+        meter = self._meters.get(principal)
+        if meter is None:
+            if len(self._meters) >= self._forget_above:
+                self._forget(now_s)
+            meter = self._meters[principal] = Meter(quota)
+        meter.quota = quota
+        return meter
+
+    def _forget(self, now_s: float) -> None:
+        self._meters = {name: meter for name, meter in self._meters.items() if not meter.is_paid(now_s)}
+        self._forget_above = max(METERS_KEPT, 2 * len(self._meters))
+
+
+METERS_KEPT = 1000
+
+
+def quota_of(quotas: Quotas, principal: str) -> Quota:
+    """Returns the quota of a principal: its own, else that of all."""
+    if not principal or principal in SUPERUSERS:
+        return NO_QUOTA
+    return quotas.get(principal) or quotas.get(ANY_PRINCIPAL, NO_QUOTA)
+
+
+def check_quota(principal: str, quota: Quota) -> None:
+    """Raises ConfigError if no such quota can be set."""
+    if principal != ANY_PRINCIPAL:
+        check_name(principal)
+    if principal in SUPERUSERS:
+        raise ConfigError(f"{principal!r} never has a quota", hint="Give the program another certificate.")
+    for name, limit in quota._asdict().items():
+        if not 0 <= limit <= LIMIT_MAX:
+            raise ConfigError(f"{name} is {limit:,}", hint=f"It is from 1 to {LIMIT_MAX:,}, or 0 for no limit.")
+    if quota == NO_QUOTA:
+        raise ConfigError(
+            f"the quota of {principal!r} has no limit", hint="Set one, or remove the quota: `metamq quota remove`."
+        )

@@ -1,0 +1,55 @@
+"""A list that administrators keep in one persistent node, and that brokers follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from metamq.zk.documents import read_document
+from metamq.zk.session.change import change_node
+
+if TYPE_CHECKING:
+    from metamq.zk.cluster.brokers import Watcher
+    from metamq.zk.paths import Paths
+    from metamq.zk.session.session import Session
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SharedNode(Generic[T]):
+    """The node of one list. Each change is made by compare-and-set."""
+
+    name: str
+    """The things in the list, as "users"."""
+    path: Callable[[Paths], str]
+    missing: T
+    """The list if the node does not exist."""
+    decode: Callable[[dict[str, Any]], T]
+    """Reads the JSON document. Raises ValueError and the like if it is not of the right form."""
+    encode: Callable[[T], bytes]
+    """Returns the data of the node. Raises ConfigError if it would be too large."""
+    add_again: str
+    """The command that adds to the list, for errors."""
+
+    def parsed(self, path: str, data: bytes | None) -> T:
+        """Returns the list in a node with this data; None: there is no node. Raises CorruptData."""
+        if data is None:
+            return self.missing
+        hint = f"Delete this node with ZooKeeper's own client, then add the {self.name} again: `{self.add_again}`."
+        return read_document(f"the list of {self.name} in ZooKeeper ({path})", data, self.decode, hint=hint)
+
+    async def read(self, session: Session, watch: Watcher | None = None) -> T:
+        """Returns the list. `watch` is called once if it changes. Raises CorruptData, ConnectionLost."""
+        path = self.path(session.paths)
+        node = await session.get_or_none(path, watch=watch)
+        return self.parsed(path, None if node is None else node.data)
+
+    async def change(self, session: Session, change: Callable[[T], T]) -> None:
+        """Stores `change(what is stored)`; `change` may be called several times.
+
+        Raises CorruptData, the errors of `change`, and ConnectionLost: then the outcome is unknown.
+        """
+        path = self.path(session.paths)
+        await change_node(session, path, lambda data: self.parsed(path, data), change, self.encode)
