@@ -20,6 +20,7 @@ from tests.broker.ha.test_taken_back import Copy
 from tests.parts import wait_until
 
 if TYPE_CHECKING:
+    from metamq import Admin
     from tests.broker.ha.chaos import Chaos, NetworkedGroup
 
 REMOVED = "a partition's folder removed at a stopped slave"
@@ -275,6 +276,23 @@ class StorageFaults:
             return all(self._group.replication(number)["known_epoch"] == epoch for number in running)
         return False
 
+    def _promote(self, admin: Admin, chosen: int) -> None:
+        """As a person does: reads the refusal, as "the state has changed meanwhile", and promotes again."""
+        refusals: list[str] = []
+
+        def is_done() -> bool:
+            if self._chaos.master() is None:
+                try:
+                    admin.promote(0, chosen, accept_loss=True)
+                except MetamqError as error:  # it may be done all the same
+                    refusals.append(str(error))
+            return self._chaos.master() is not None
+
+        try:
+            wait_until(is_done, what=f"replica {chosen} the master")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {refusals[-1:]}") from error
+
     def _leave_set(self) -> None:
         master = self._chaos.master()
         others = [n for n in range(len(self._group.replicas)) if n != master]
@@ -308,10 +326,7 @@ class StorageFaults:
             plans = {number: admin.plan_promotion(0, number) for number in numbers}
             whole = [number for number in numbers if plans[number].lost == {}]
             assert whole, f"every replica lacks something: {plans}"
-            chosen = self._random.choice(whole)
-            with contextlib.suppress(MetamqError):  # it may be done all the same
-                admin.promote(0, chosen, accept_loss=True)
-            wait_until(lambda: self._chaos.master() is not None, what=f"replica {chosen} the master")
+            self._promote(admin, self._random.choice(whole))
             self.accepted += max(self._group.state().generation - broker.generation, 0)
             self._chaos.done[WAITED] += 1
             return True
