@@ -276,7 +276,7 @@ class StorageFaults:
             return all(self._group.replication(number)["known_epoch"] == epoch for number in running)
         return False
 
-    def _promote(self, admin: Admin, chosen: int) -> None:
+    def _promote_by_hand(self, admin: Admin, chosen: int) -> None:
         """As a person does: reads the refusal, as "the state has changed meanwhile", and promotes again."""
         refusals: list[str] = []
 
@@ -326,7 +326,7 @@ class StorageFaults:
             plans = {number: admin.plan_promotion(0, number) for number in numbers}
             whole = [number for number in numbers if plans[number].lost == {}]
             assert whole, f"every replica lacks something: {plans}"
-            self._promote(admin, self._random.choice(whole))
+            self._promote_by_hand(admin, self._random.choice(whole))
             self.accepted += max(self._group.state().generation - broker.generation, 0)
             self._chaos.done[WAITED] += 1
             return True
