@@ -5,7 +5,7 @@ A setting names a file. So no secret is on a command line, in the environment, o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from metamq.errors import ConfigError
@@ -101,6 +101,21 @@ class SecurityConfig:
         ca = self.ca or str(folder / CA)
         revoked = self.revoked or (str(folder / REVOKED) if self.dir else "")
         return TlsFiles(ca, str(own[0]), str(own[1]), revoked)
+
+
+@dataclass(frozen=True, slots=True)
+class DelegatedConfig(SecurityConfig):
+    """The security settings of a process that has a token (metamq.security.delegation). It needs no file."""
+
+    token_id: str = ""
+    secret: str = field(default="", repr=False)
+    authority: str = field(default="", repr=False)
+    """The certificate of the authority that signs the brokers' certificates, as PEM."""
+
+    @property
+    def is_on(self) -> bool:
+        """True: connections use TLS."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)

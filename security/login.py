@@ -39,7 +39,11 @@ ITERATIONS = 4096
 """Iterations make guesses with a stolen verifier slow. They take a client 2 ms. The number is PostgreSQL's."""
 PASSWORD_CHARS_MAX = 1024
 SALT_BYTES = 16
+TOKEN_PREFIX = "token:"
+"""The beginning of the user name of a login by a token (metamq.security.delegation). No principal has a colon."""
 _WRONG = "the user name or the password is wrong"
+_ENDED = "the token has ended, or its secret is wrong"
+_LONGER = "Queries of Spark: run it again, with a longer `tokenLifetime`."
 
 
 class Verifier(NamedTuple):
@@ -76,8 +80,11 @@ def _scramp() -> Any:
     return scramp
 
 
-def make_verifiers(password: str) -> dict[str, Verifier]:
-    """Returns the verifiers of a password, for all mechanisms. Raises ConfigError if it cannot be one."""
+def make_verifiers(password: str, salt: bytes | None = None) -> dict[str, Verifier]:
+    """Returns the verifiers of a password, for all mechanisms. Raises ConfigError if it cannot be one.
+
+    `salt`: None for a random one, as passwords of people need.
+    """
     scramp, made = _scramp(), {}
     prepared = len(password)
     if prepared <= PASSWORD_CHARS_MAX:
@@ -90,8 +97,8 @@ def make_verifiers(password: str) -> dict[str, Verifier]:
         )
     for name in MECHANISMS:
         try:
-            salt, mechanism = secrets.token_bytes(SALT_BYTES), scramp.ScramMechanism(name)
-            made[name] = Verifier(*mechanism.make_auth_info(password, iteration_count=ITERATIONS, salt=salt))
+            mechanism, own_salt = scramp.ScramMechanism(name), salt or secrets.token_bytes(SALT_BYTES)
+            made[name] = Verifier(*mechanism.make_auth_info(password, iteration_count=ITERATIONS, salt=own_salt))
         except scramp.ScramException:
             raise ConfigError("the password has characters that no password can have", hint="Use others.") from None
     return made
@@ -197,7 +204,8 @@ class BrokerLogin:
 
     def next(self, mechanism: str, data: bytes) -> tuple[bytes, bool]:
         """Returns the answer to a message, and True if the login is done. Raises AuthenticationFailed."""
-        with _Refusing(self._peer, _WRONG):
+        is_token = self.user.startswith(TOKEN_PREFIX)
+        with _Refusing(self._peer, _ENDED if is_token else _WRONG, _LONGER if is_token else None):
             if self._tokens is not None and mechanism == self._tokens.mechanism and self._server is None:
                 self.user, self.expires_s = self._tokens.verify(data, self._peer)
                 return b"", True
@@ -233,9 +241,10 @@ def _made_up(user: str, mechanism: str, secret: bytes) -> Verifier:
 class _Refusing:
     """Turns what the library raises into AuthenticationFailed, without its text: it could help who guesses."""
 
-    def __init__(self, who: str, reason: str) -> None:
+    def __init__(self, who: str, reason: str, hint: str | None = None) -> None:
         self._who = who
         self._reason = reason
+        self._hint = hint
 
     def __enter__(self) -> None:
         pass
@@ -243,4 +252,4 @@ class _Refusing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, AuthenticationFailed | ConfigError) or not isinstance(error, Exception):
             return
-        raise AuthenticationFailed(self._who, self._reason) from None
+        raise AuthenticationFailed(self._who, self._reason, hint=self._hint) from None

@@ -26,7 +26,7 @@ from metamq.security.config import ADMIN, BROKERS
 from metamq.security.names import check_name
 
 ALLOW, DENY = "allow", "deny"
-ANY_PRINCIPAL = "*"
+ANY_PRINCIPAL = ANY_TOPIC = "*"
 TOPIC, CLUSTER = "topic", "cluster"
 READ, WRITE = "read", "write"
 CREATE, ALTER, DELETE = "create", "alter", "delete"
@@ -176,7 +176,7 @@ class Access:
     Used by the broker's loop only. When the rules change, it is replaced.
     """
 
-    __slots__ = ("_allowed", "_refused", "_table", "is_limited", "principal", "producer_prefix")
+    __slots__ = ("_allowed", "_only", "_refused", "_table", "is_limited", "principal", "producer_prefix")
 
     def __init__(
         self,
@@ -184,15 +184,20 @@ class Access:
         table: RuleTable,
         *,
         is_secure: bool = True,
+        only: frozenset[tuple[str, str]] | None = None,
         refused: Callable[[NotAuthorized], None] = lambda refusal: None,
     ) -> None:
-        """`is_secure`: False if security is off. `refused` is called with each refusal."""
+        """`is_secure`: False if security is off. `refused` is called with each refusal.
+
+        `only`: the (right, topic) that were delegated to the client, also on ANY_TOPIC; None: it is the principal.
+        """
         self.principal = principal
-        self.is_limited = is_secure and principal not in SUPERUSERS
+        self.is_limited = is_secure and (principal not in SUPERUSERS or only is not None)
         """False if everything is allowed."""
         self.producer_prefix = producer_prefix(principal) if is_secure else 0
         """The first bits of the producer ids that it may use; 0: any."""
         self._table = table
+        self._only = only
         self._refused = refused
         self._allowed: set[tuple[str, str]] = set()
 
@@ -224,7 +229,9 @@ class Access:
     @property
     def may_begin(self) -> bool:
         """True if the client may write to any topic."""
-        return not self.is_limited or self._table.gives_any(self.principal, WRITE)
+        if self._only is not None and all(right != WRITE for right, _topic in self._only):
+            return False
+        return self.principal in SUPERUSERS or not self.is_limited or self._table.gives_any(self.principal, WRITE)
 
     @property
     def may_recover(self) -> bool:
@@ -238,6 +245,8 @@ class Access:
     def check_owner(self, owner: str, on_behalf: str) -> None:
         """Raises NotAuthorized if another principal began the transaction, and the client may not end it as an
         operator. A broker may not: clients tell it which transactions to end."""
+        if self.is_delegated and not self.may_begin:
+            raise self._refusal(WRITE, str(Resource(TOPIC, "*")))
         if not self.is_owner(owner, on_behalf) and (self.principal == BROKERS or not self.may_recover):
             raise self._refusal(
                 "end or change", "this transaction: another user or certificate began it", _RECOVER_HINT
@@ -261,7 +270,14 @@ class Access:
         if self.is_limited or self.principal == ADMIN:
             raise self._refusal("join as a replica of", CLUSTER, hint=f"It needs the certificate `{BROKERS}`.")
 
+    @property
+    def is_delegated(self) -> bool:
+        """True if the client has only what another one delegated to it."""
+        return self._only is not None
+
     def _may(self, right: str, resource: Resource) -> bool:
+        if self._only is not None and (right, resource.name) not in self._only and (right, ANY_TOPIC) not in self._only:
+            return False
         return self._table.decide(self.principal, right, resource).is_allowed
 
     def _refusal(self, right: str, resource: str, hint: str | None = None) -> NotAuthorized:

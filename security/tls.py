@@ -21,12 +21,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from metamq.errors import ConfigError
 from metamq.security.bearer import TokenLogin, TokenVerifier
-from metamq.security.config import BROKERS, RESERVED
-from metamq.security.login import ClientLogin, ServerIdentity, check_library, read_secret, server_identity
+from metamq.security.config import BROKERS, RESERVED, DelegatedConfig
+from metamq.security.login import TOKEN_PREFIX, ClientLogin, ServerIdentity, check_library, read_secret, server_identity
 from metamq.security.names import check_name
 
 if TYPE_CHECKING:
@@ -70,19 +70,40 @@ class FreshContext:
         return self._context
 
 
+class TlsSource(Protocol):
+    """Gives the TLS context of each new connection."""
+
+    def current(self) -> ssl.SSLContext:
+        """Returns the context."""
+        ...
+
+
+class FixedContext(NamedTuple):
+    """A TLS context that follows no files."""
+
+    context: ssl.SSLContext
+
+    def current(self) -> ssl.SSLContext:
+        """Returns the context."""
+        return self.context
+
+
 class ClientSecurity(NamedTuple):
     """The means of a client to connect to brokers: TLS, and a user if it has no certificate."""
 
-    tls: FreshContext
+    tls: TlsSource
     user: str
     password_file: str
     token_file: str = ""
+    delegated: DelegatedConfig | None = None
 
     def login(self, address: str, tls: ssl.SSLObject | ssl.SSLSocket) -> ClientLogin | TokenLogin | None:
         """Returns a login on this connection; None without a user. The file is read again, so it may change.
 
         Raises ConfigError.
         """
+        if self.delegated is not None:
+            return ClientLogin(address, TOKEN_PREFIX + self.delegated.token_id, self.delegated.secret, tls)
         if self.token_file:
             return TokenLogin(address, read_secret(self.token_file, "token"))
         if not self.user:
@@ -94,7 +115,7 @@ class Security(NamedTuple):
     """The security of a process as a client, of brokers and of ZooKeeper; None: off."""
 
     brokers: ClientSecurity | None = None
-    zookeeper: FreshContext | None = None
+    zookeeper: TlsSource | None = None
     has_certificate: bool = False
     """True if ZooKeeper knows this process by a certificate: it owns the groups that it makes."""
 
@@ -102,9 +123,14 @@ class Security(NamedTuple):
 OFF = Security()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1000)
 def client_security(config: SecurityConfig) -> Security:
     """Returns the security of this process's connections. Raises ConfigError."""
+    if isinstance(config, DelegatedConfig):
+        check_library()
+        fixed = FixedContext(delegated_context(config))
+        brokers = ClientSecurity(fixed, "", "", delegated=config)
+        return Security(brokers, fixed if config.zookeeper_tls else None)
     if not config.is_on:
         return OFF
     if config.user:
@@ -156,6 +182,14 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
     """Returns the context of a client. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     _load(context, files)
+    return context
+
+
+def delegated_context(config: DelegatedConfig) -> ssl.SSLContext:
+    """Returns the context of a client that has a token."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(cadata=config.authority)
     return context
 
 

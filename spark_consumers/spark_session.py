@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import shlex
 import site
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from metamq.client.settings import security_config
 from metamq.errors import ConfigError
 from metamq.spark_consumers.source.spark_versions import file_manager
 from metamq.zk.server.jars import cache_folder
@@ -21,11 +23,14 @@ from metamq.zk.server.java import find_java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+log = logging.getLogger("metamq.spark")
+
 LOCAL_MASTER = "local[*,4]"
 """All cores; a task is tried up to four times. With `local[*]` it is tried once."""
 
 OLDEST_JAVA = 17
 VECTOR_MODULE = "jdk.incubator.vector"
+ENCRYPTING = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled")
 FILE_SYSTEMS = "spark.hadoop.fs."
 """The prefix of settings of file systems: if the user has any, checkpoints may be in another place."""
 
@@ -80,7 +85,18 @@ def session(
         spark: SparkSession = builder.getOrCreate()
     if not is_discovered():
         _register(spark, DefaultSource)
+    if security_config(None).is_on and not is_private(dict(spark.sparkContext.getConf().getAll())):
+        log.warning(
+            "Spark's own connections are not encrypted, and they carry the tokens of queries: set spark.authenticate, "
+            "spark.authenticate.secret and spark.network.crypto.enabled"
+        )
     return spark
+
+
+def is_private(conf: Mapping[str, str]) -> bool:
+    """True if Spark sends tasks over encrypted connections, or over none: with a local master."""
+    is_local = conf.get("spark.master", "").partition("[")[0] == "local"
+    return is_local or any(conf.get(name) == "true" for name in ENCRYPTING)
 
 
 def _register(spark: SparkSession, source: Any) -> None:

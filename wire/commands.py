@@ -10,7 +10,14 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Any, NamedTuple
 
-from metamq.wire.limits import FOLLOWERS_MAX, MECHANISMS_MAX, REQUEST_ENTRIES_MAX, VERBS_MAX, AtMost
+from metamq.wire.limits import (
+    DELEGATED_RIGHTS_MAX,
+    FOLLOWERS_MAX,
+    MECHANISMS_MAX,
+    REQUEST_ENTRIES_MAX,
+    VERBS_MAX,
+    AtMost,
+)
 
 
 class Command(enum.IntEnum):
@@ -28,6 +35,7 @@ class Command(enum.IntEnum):
     BRANCHES = 10
     TOPIC = 11
     DELAY = 12  # pushed by a broker, never requested
+    DELEGATE = 13
 
 
 Entries = AtMost(REQUEST_ENTRIES_MAX)
@@ -121,6 +129,35 @@ class TopicChanged(NamedTuple):
 
     is_done: bool
     """False if the node has another version: nothing was changed."""
+
+
+class DelegatedRight(NamedTuple):
+    """A right of a token: on a topic, or on "*", all topics on which the client that delegates has the right."""
+
+    right: str
+    topic: str
+
+
+class Delegate(NamedTuple):
+    """Makes or renews a token: its holder logs in by it, and may do a part of what this client may do. The answer is a
+    Delegated."""
+
+    token_id: str
+    rights: Annotated[list[DelegatedRight], AtMost(DELEGATED_RIGHTS_MAX)]
+    lifetime_s: int
+    """0: the token ends."""
+    salt: bytes
+    """With the next three: what verifies the token's secret, by SCRAM-SHA-512."""
+    stored_key: bytes
+    server_key: bytes
+    iterations: int
+
+
+class Delegated(NamedTuple):
+    """The answer to a Delegate: this broker knows the token."""
+
+    expires_ms: int
+    """Milliseconds since 1970."""
 
 
 class PutEntry(NamedTuple):

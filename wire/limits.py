@@ -82,6 +82,9 @@ FETCH_RESULTS_MAX = 1000
 HAND_OVER_MS_MAX = 60 * 1000
 """Milliseconds for which a slave can ask its master to accept no writes."""
 
+DELEGATED_RIGHTS_MAX = 200
+"""Rights of a token."""
+
 DELAY_MS_MAX = 10 * 1000
 """Milliseconds of one DELAY; a longer wait has several."""
 

@@ -89,6 +89,9 @@ class Paths:
     def rights(self) -> str:
         return f"{self.security()}/rights"
 
+    def delegations(self) -> str:
+        return f"{self.security()}/delegations"
+
     def quotas(self) -> str:
         return f"{self.security()}/quotas"
 

@@ -1,26 +1,42 @@
-"""AdministrationProcessor: carries out SYNC, PROMOTE and TOPIC."""
+"""AdministrationProcessor: carries out SYNC, PROMOTE, TOPIC and DELEGATE."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import ClosedError, ConfigError, MetamqError, ProtocolError, ServerBusy
-from metamq.security.rights import ALTER, CREATE, DELETE
+from metamq.security.config import BROKERS
+from metamq.security.delegation import (
+    LIFETIME_MAX_S,
+    MECHANISM,
+    Delegation,
+    Delegations,
+    check_rights,
+    with_token,
+    without_token,
+)
+from metamq.security.login import Verifier
+from metamq.security.names import check_name
+from metamq.security.rights import ALTER, ANY_TOPIC, CREATE, DELETE
 from metamq.wire import sync
-from metamq.wire.commands import Promote, Promoted, TopicChange, TopicChanged
+from metamq.wire.commands import Delegate, Delegated, DelegatedRight, Promote, Promoted, TopicChange, TopicChanged
 from metamq.wire.headers import unpack
 from metamq.zk.cluster.topics import NEW
 from metamq.zk.names import check_topic
+from metamq.zk.security.delegations import DELEGATIONS
 
 if TYPE_CHECKING:
+    from metamq.broker.front_door.door import UserDirectory
     from metamq.broker.front_door.protocol import BrokerProtocol
     from metamq.broker.roles.keeper import RoleKeeper
     from metamq.broker.roles.role import ReplicaStatus
     from metamq.wire.connection import Request
     from metamq.zk.cluster.topics import TopicStore
+    from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.broker")
 
@@ -29,15 +45,19 @@ CHANGES_MAX = 8
 
 
 class AdministrationProcessor:
-    """Carries out SYNC, PROMOTE and TOPIC. Used by the broker's loop only."""
+    """Carries out SYNC, PROMOTE, TOPIC and DELEGATE. Used by the broker's loop only."""
 
-    def __init__(self, status: ReplicaStatus, keeper: RoleKeeper, store: TopicStore) -> None:
+    def __init__(
+        self, status: ReplicaStatus, keeper: RoleKeeper, store: TopicStore, session: Session, users: UserDirectory
+    ) -> None:
         self._status = status
         self._keeper = keeper
         self._store = store
+        self._session = session
+        self._users = users
         self._running: set[asyncio.Task[Any]] = set()
         self._changes: set[asyncio.Task[Any]] = set()
-        """Changes of topics that wait for ZooKeeper."""
+        """Changes for clients that wait for ZooKeeper."""
 
     def join(self, request: Request, connection: BrokerProtocol) -> None:
         """Makes the connection the link of a slave. Raises Fenced, ConfigError, ProtocolError."""
@@ -65,11 +85,17 @@ class AdministrationProcessor:
         connection.access.check_topic(right, asked.topic)
         if len(asked.document) > DOCUMENT_BYTES_MAX:
             raise ConfigError(f"the settings of topic {asked.topic!r} take more than {DOCUMENT_BYTES_MAX:,} bytes")
-        if len(self._changes) >= CHANGES_MAX:  # the session of ZooKeeper has more urgent requests, too
-            raise ServerBusy("changes of topics")
+        self._check_busy("changes of topics")
         what = f"{right} topic:{asked.topic}"
-        connection.changes_topic(what)
-        change = self._answer_later(request, connection, self._change_topic(asked, f"{what}, for {connection.who}"))
+        connection.changes(what)
+        self._change(request, connection, self._change_topic(asked, f"{what}, for {connection.who}"))
+
+    def _check_busy(self, what: str) -> None:
+        if len(self._changes) >= CHANGES_MAX:  # the session of ZooKeeper has more urgent requests, too
+            raise ServerBusy(what)
+
+    def _change(self, request: Request, connection: BrokerProtocol, work: Coroutine[Any, Any, Any]) -> None:
+        change = self._answer_later(request, connection, work)
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
 
@@ -78,6 +104,43 @@ class AdministrationProcessor:
         if is_done:
             log.info("done: %s", what)
         return TopicChanged(is_done)
+
+    def delegate(self, request: Request, connection: BrokerProtocol) -> None:
+        """Makes, renews or ends a token. Answers when this broker knows it. Raises NotAuthorized, ConfigError."""
+        asked, access = unpack(Delegate, request.header), connection.access
+        if not access.principal or access.principal == BROKERS or access.is_delegated:
+            raise ConfigError(
+                "only a user, or the certificate of a client, can delegate its rights",
+                hint="Read and write without a token: `delegation` is false.",
+            )
+        check_name(asked.token_id)
+        rights = [unpack(DelegatedRight, one) for one in asked.rights]
+        wanted = frozenset((one.right, one.topic) for one in rights)
+        check_rights(wanted)
+        for right, topic in wanted:
+            if topic != ANY_TOPIC:
+                access.check_topic(right, topic)
+        self._check_busy("delegations")
+        lifetime_s = min(asked.lifetime_s, LIFETIME_MAX_S)
+        if lifetime_s > 0:
+            connection.changes(f"token {asked.token_id} for {lifetime_s} s")
+        self._change(request, connection, self._delegate(asked, access.principal, wanted, lifetime_s))
+
+    async def _delegate(
+        self, asked: Delegate, principal: str, rights: frozenset[tuple[str, str]], lifetime_s: int
+    ) -> Delegated:
+        now_ms = time.time_ns() // 1_000_000
+        verifier = Verifier(asked.salt, asked.stored_key, asked.server_key, asked.iterations)
+        token = Delegation(principal, rights, now_ms + lifetime_s * 1000, {MECHANISM: verifier})
+
+        def change(known: Delegations) -> Delegations:
+            if lifetime_s <= 0:
+                return without_token(known, asked.token_id, principal)
+            return with_token(known, asked.token_id, token, now_ms)
+
+        await DELEGATIONS.change(self._session, change)
+        await self._users.read_tokens()
+        return Delegated(token.expires_ms)
 
     def _answer_later(
         self, request: Request, connection: BrokerProtocol, work: Coroutine[Any, Any, Any]

@@ -48,6 +48,7 @@ NEEDS: Mapping[int, Check] = {
     Command.BRANCHES: _each_branch,  # RECOVER shows all of others
     Command.TOPIC: _each_topic,  # CREATE, ALTER or DELETE
     Command.DELAY: _none,  # never a request
+    Command.DELEGATE: _each_topic,  # the right that is delegated
 }
 
 

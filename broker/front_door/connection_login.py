@@ -62,14 +62,18 @@ class ConnectionLogin:
         self._door.audit.record(LOGIN, user, self._peer, mechanism, allowed=False, reason=error.reason)
 
     def end_at_expiry(self, loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
-        """Calls `end` when the client's token expires."""
+        """Calls `end` when the client's token expires. A token of a delegation may be renewed before."""
+        expires_s = self._login.expires_s or self._door.users.expires_s(self.user)
+        if expires_s:
+            self._expiry = loop.call_later(expires_s - time.time(), self._due, loop, end)
 
-        def expired() -> None:
-            log.info("%s: the token of %s has expired: closed", self._peer, self.user)
-            end()
-
-        if self._login.expires_s:
-            self._expiry = loop.call_later(self._login.expires_s - time.time(), expired)
+    def _due(self, loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
+        later_s = self._door.users.expires_s(self.user)
+        if later_s:
+            self._expiry = loop.call_later(later_s - time.time(), self._due, loop, end)
+            return
+        log.info("%s: the token of %s has expired: closed", self._peer, self.user)
+        end()
 
     def close(self) -> None:
         """Stops waiting for the token's expiry."""

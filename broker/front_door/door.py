@@ -55,8 +55,18 @@ class UserDirectory(Protocol):
     def meter(self, principal: str, now_s: float) -> Meter | None:
         """Returns what measures the principal by its present quota; None: it has no quota."""
 
-    def access(self, principal: str, refused: Callable[[NotAuthorized], None]) -> Access:
-        """Returns what the principal may do by the present rules. `refused` is called with each refusal."""
+    def owner(self, user: str) -> str | None:
+        """Returns the principal of a user who has logged in; None: its token has ended."""
+
+    def expires_s(self, user: str) -> float:
+        """Returns the end of the user's token, in seconds since 1970; 0: it has none."""
+        ...
+
+    async def read_tokens(self) -> None:
+        """Reads the tokens now. Raises ConnectError."""
+
+    def access(self, user: str, refused: Callable[[NotAuthorized], None]) -> Access:
+        """Returns what the user may do by the present rules. `refused` is called with each refusal."""
         ...
 
 

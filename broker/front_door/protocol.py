@@ -33,6 +33,7 @@ from metamq.broker.front_door.authorisation import check
 from metamq.broker.front_door.connection_login import ConnectionLogin
 from metamq.broker.front_door.fetch_session import FetchSession
 from metamq.broker.front_door.limits.admission import ConnectionFate
+from metamq.broker.front_door.limits.answer_memory import write_in_pieces
 from metamq.broker.front_door.limits.slices import SlicedWork
 from metamq.broker.front_door.limits.throttle import Throttle
 from metamq.broker.log.disk.files import descriptors_max
@@ -73,8 +74,6 @@ GOODBYE_TIMEOUT_S = 5.0
 STALL_BYTES = 64 * 1024
 """A frame that grows by less than this between two sweeps has stalled."""
 WRITE_BUFFER_BYTES = 4 * 1024 * 1024
-TLS_PIECE_BYTES = 64 * 1024
-"""Bytes that are given to a TLS connection at a time. With pieces of this size its buffer can be counted."""
 INFLIGHT_BYTES_MAX = 64 * 1024 * 1024
 SLICED_MAX = 4
 """Requests of a connection in slices. At this number its next request is not begun, and its bytes are not read."""
@@ -128,6 +127,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self.access = Access("", NO_RULES)
         """The rights of the client: none until its name is known."""
         self._is_known = False
+        self._user = ""
+        """The name that the client logged in by: its principal, or that of a token."""
         self._login: ConnectionLogin | None = None
         self._transport: asyncio.Transport | None = None
         self._link: tuple[HAConnection, HAService] | None = None
@@ -241,8 +242,10 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _is_open(self) -> None:
         self._is_known = True
+        self._user = self._user or self.principal
         if self.principal:
             client = self._connection.client[:CLIENT_CHARS_MAX]
+            client += f" by {self._user}" if self._user != self.principal else ""
             self._door.audit.record(LOGIN, self.principal, self.peer, client, allowed=True)
         self._take_rights()
         if self._place is not ConnectionFate.KEPT:
@@ -256,7 +259,10 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self.fetches.rights_changed()
 
     def _take_rights(self) -> None:
-        self.access = self._door.users.access(self.principal, self._refused)
+        if self._door.users.owner(self._user) is None:
+            log.info("%s: %s has ended: closed", self.peer, self._user)
+            self.close()
+        self.access = self._door.users.access(self._user, self._refused)
         self._throttle.change(self._door.users.meter(self.principal, self._loop.time()))
 
     def _delayed(self, wait: QuotaWait) -> None:
@@ -279,8 +285,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """Notes a command of an operator in the audit log."""
         self._door.audit.record(COMMAND, self.principal, self.peer, what, allowed=True)
 
-    def changes_topic(self, what: str) -> None:
-        """Notes a change of a topic in the audit log."""
+    def changes(self, what: str) -> None:
+        """Notes a change of a topic, or of tokens, in the audit log."""
         self._door.audit.record(CHANGE, self.principal, self.peer, what, allowed=True)
 
     @property
@@ -298,7 +304,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._say_goodbye()
             return
         if is_done:
-            self.principal = self._login.user
+            self._user = self._login.user
+            self.principal = self._door.users.owner(self._user) or self._user
         prefix = producer_prefix(self.principal) if is_done else 0
         self._write(self._connection.login_answer(step, data, is_done=is_done, producer_prefix=prefix))
         if is_done:
@@ -481,17 +488,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             if self._tls is None:
                 self._transport.writelines(buffers)
             else:
-                self._write_in_pieces(self._transport, buffers)
+                write_in_pieces(self._transport, buffers)
             self.count_unread()
             self._door.answers.keep_below_ceiling(self)
-
-    @staticmethod
-    def _write_in_pieces(transport: asyncio.Transport, buffers: list[Buffer]) -> None:
-        """Writes to a TLS connection. uvloop encrypts what it is given at once, and then counts it as written."""
-        for buffer in buffers:
-            view = memoryview(buffer)
-            for at in range(0, len(view), TLS_PIECE_BYTES):
-                transport.write(view[at : at + TLS_PIECE_BYTES])
 
     def count_unread(self) -> int:
         """Returns the number of unread bytes, and passes it to the memory of answers.

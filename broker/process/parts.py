@@ -92,7 +92,7 @@ def make_parts(
         status, folder, topics, ids, counters,
         replication=keeper.statistics, transactions=lambda: transactions.figures, scrub=scrubber.statistics,
     )  # fmt: skip
-    administration = AdministrationProcessor(status, keeper, store)
+    administration = AdministrationProcessor(status, keeper, store, session, users)
     table: dict[int, Processor] = {
         Command.PUT: PutProcessor(appends, flusher, failed).put,
         Command.GET: lambda request, connection: connection.fetches.get(request),
@@ -103,6 +103,7 @@ def make_parts(
         Command.TX: TxProcessor(status, transactions).tx,
         Command.BRANCHES: transactions.branches,
         Command.TOPIC: administration.topic,
+        Command.DELEGATE: administration.delegate,
     }
     door = FrontDoor(
         table, read_role, transactions, counters, slices,

@@ -13,18 +13,21 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from metamq.errors import ConnectError, CorruptData, NotAuthorized
+from metamq.security.delegation import Delegation, Delegations, find_token
+from metamq.security.login import TOKEN_PREFIX
 from metamq.security.quotas import Meter, Meters, Quotas
 from metamq.security.rights import CLUSTER, DESCRIBE, NO_RULES, UNLIMITED, Access, Resource, RuleTable
-from metamq.zk.cluster.quotas import QUOTAS
-from metamq.zk.cluster.rights import RULES
-from metamq.zk.cluster.users import USERS
+from metamq.zk.security.delegations import DELEGATIONS
+from metamq.zk.security.quotas import QUOTAS
+from metamq.zk.security.rights import RULES
+from metamq.zk.security.users import USERS
 from metamq.zk.session.watches import OneWatch
 
 if TYPE_CHECKING:
     from metamq.security.login import Verifiers
     from metamq.security.tls import BrokerSecurity
     from metamq.zk.cluster.brokers import Watcher
-    from metamq.zk.cluster.users import Users
+    from metamq.zk.security.users import Users
     from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.broker")
@@ -97,17 +100,43 @@ class KnownUsers:
         self._users: Followed[Users] = Followed(session, USERS.read, {}, "users")
         self._rules: Followed[RuleTable] = Followed(session, read_table, NO_RULES, "rules of rights")
         self._quotas: Followed[Quotas] = Followed(session, QUOTAS.read, {}, "quotas")
-        self._nodes: tuple[Followed[Any], ...] = (self._users, self._rules, self._quotas)
+        self._delegations: Followed[Delegations] = Followed(session, DELEGATIONS.read, {}, "tokens")
+        self._nodes: tuple[Followed[Any], ...] = (self._users, self._rules, self._quotas, self._delegations)
         self._meters = Meters()
         self._failures: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
 
     def when_rights_change(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Calls `call` after each change of the rules, or of the quotas."""
-        self._rules.changed = self._quotas.changed = call
+        """Calls `call` after each change of the rules, the quotas or the tokens."""
+        self._rules.changed = self._quotas.changed = self._delegations.changed = call
 
-    def access(self, principal: str, refused: Callable[[NotAuthorized], None]) -> Access:
-        """Returns what the principal may do by the present rules. `refused` is called with each refusal."""
-        return Access(principal, self._rules.value, refused=refused) if self._is_secure else UNLIMITED
+    def owner(self, user: str) -> str | None:
+        """Returns the principal of a user who has logged in; None: its token has ended."""
+        if not user.startswith(TOKEN_PREFIX):
+            return user
+        token = self._token(user)
+        return token.principal if token is not None else None
+
+    def expires_s(self, user: str) -> float:
+        """Returns the end of the user's token, in seconds since 1970; 0: it has none."""
+        token = self._token(user)
+        return token.expires_ms / 1000 if token is not None else 0.0
+
+    def _token(self, user: str) -> Delegation | None:
+        return find_token(self._delegations.value, user, time.time_ns() // 1_000_000)
+
+    async def read_tokens(self) -> None:
+        """Reads the tokens now. Raises ConnectError."""
+        await self._delegations.read()
+
+    def access(self, user: str, refused: Callable[[NotAuthorized], None]) -> Access:
+        """Returns what the user may do by the present rules. `refused` is called with each refusal."""
+        if not self._is_secure:
+            return UNLIMITED
+        token = self._token(user)
+        if token is not None:
+            return Access(token.principal, self._rules.value, only=token.rights, refused=refused)
+        only: frozenset[tuple[str, str]] | None = frozenset() if user.startswith(TOKEN_PREFIX) else None
+        return Access(user, self._rules.value, only=only, refused=refused)
 
     def meter(self, principal: str, now_s: float) -> Meter | None:
         """Returns what measures the principal by its present quota; None: it has no quota."""
@@ -118,8 +147,9 @@ class KnownUsers:
         return bool(principal) and self._rules.value.decide(principal, DESCRIBE, Resource(CLUSTER)).is_allowed
 
     def find(self, user: str) -> Verifiers | None:
-        """Returns the data that verifies the user's password; None: there is no such user."""
-        return self._users.value.get(user)
+        """Returns the data that verifies the user's password, or a token's secret; None: there is no such user."""
+        token = self._token(user)
+        return self._users.value.get(user) if token is None else token.verifiers
 
     def must_wait(self, address: str, user: str) -> bool:
         """True if too many logins of the user have failed, from this address."""
@@ -135,7 +165,7 @@ class KnownUsers:
             self._failures.popitem(last=False)
 
     async def read(self) -> None:
-        """Reads users, rules and quotas. Raises ConnectError."""
+        """Reads all lists. Raises ConnectError."""
         for node in self._nodes:
             await node.read()
 

@@ -9,10 +9,10 @@ from metamq.security.login import make_verifiers
 from metamq.security.names import check_name
 from metamq.security.quotas import Quota, check_quota
 from metamq.security.rights import RightDecision, Rule, Rules, RuleTable, check_right, parse_resource, parse_rule
-from metamq.zk.cluster.quotas import QUOTAS, with_quota, without_quota
-from metamq.zk.cluster.rights import RULES, with_rules, without_rules
-from metamq.zk.cluster.users import USERS, with_user, without_user
 from metamq.zk.names import check_name as check_topic_name
+from metamq.zk.security.quotas import QUOTAS, with_quota, without_quota
+from metamq.zk.security.rights import RULES, with_rules, without_rules
+from metamq.zk.security.users import USERS, with_user, without_user
 
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient

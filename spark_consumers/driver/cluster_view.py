@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import re
 from collections.abc import Collection, Coroutine, Mapping
 from types import TracebackType
@@ -16,8 +17,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from metamq.client.admin.admin_brokers import Found, ask_offsets, ask_slaves
 from metamq.client.background import background
 from metamq.client.net.cluster import ClusterClient
+from metamq.client.net.delegating import DelegatedToken
 from metamq.client.net.first_contact import open_client_session
-from metamq.errors import ConnectError, PartitionNotFound, TopicNotFound
+from metamq.errors import ConnectError, MetamqError, PartitionNotFound, TopicNotFound
+from metamq.security.delegation import rights_on
+from metamq.security.rights import READ
 from metamq.spark_consumers.source.replicas import ReplicaAddress, replicas_of
 from metamq.zk.groups.members import check_empty
 from metamq.zk.groups.ownership import CommittedOffset, reset_offset
@@ -47,6 +51,9 @@ class ClusterView:
         self._cluster = self._run(self._open(access))
         self._topics: list[str] = []
         """The topics of the last list, for when ZooKeeper is away."""
+        self._token: DelegatedToken | None = None
+        """The token that is renewed until close()."""
+        self._keeping: asyncio.Task[None] | None = None
 
     async def _open(self, access: ClusterAccess) -> ClusterClient:
         return ClusterClient(await open_client_session(access, SESSION_TIMEOUT_MS), with_slaves=True)
@@ -67,8 +74,39 @@ class ClusterView:
         self._run(self._close())
 
     async def _close(self) -> None:
+        await self._end_token()
         await self._cluster.close()
         await self._cluster.session.close()
+
+    def delegated(
+        self, access: ClusterAccess, topics: Collection[str], lifetime_s: float, *, keep: bool
+    ) -> ClusterAccess:
+        """Returns the access of tasks that read these topics: by a token, if this process can give one.
+
+        `keep`: the token is renewed until close(), which ends it. Raises ConnectError, NotAuthorized, ConfigError.
+        """
+        return self._run(self._delegated(access, topics, lifetime_s, keep))
+
+    async def _delegated(
+        self, access: ClusterAccess, topics: Collection[str], lifetime_s: float, keep: bool
+    ) -> ClusterAccess:
+        rights = rights_on(READ, topics)
+        if self._token is None or not rights <= self._token.rights:
+            token = DelegatedToken.new(self._cluster, access.security, rights, lifetime_s)
+            await token.renew()
+            if not keep:
+                return access._replace(security=token.config)
+            await self._end_token()
+            self._token, self._keeping = token, asyncio.ensure_future(token.keep())
+        return access._replace(security=self._token.config)
+
+    async def _end_token(self) -> None:
+        if self._token is not None:
+            if self._keeping is not None:
+                self._keeping.cancel()
+            with contextlib.suppress(MetamqError):
+                await self._token.end()
+            self._token = None
 
     def partitions(self, subscription: Subscription, *, missing_ok: bool = False) -> Topics:
         """Returns the subscribed partitions. Raises TopicNotFound, PartitionNotFound unless `missing_ok`."""

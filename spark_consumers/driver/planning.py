@@ -151,13 +151,19 @@ def tasks(
     options: SourceOptions,
     ranges: Iterable[OffsetRange],
     epochs: Mapping[TopicPartition, tuple[int, int]] | None = None,
+    *,
+    is_last: bool = True,
 ) -> list[FetchTask]:
-    """Returns the tasks for the ranges, cut as the options say.
+    """Returns the tasks for the ranges, cut as the options say. `is_last`: the query has no further batch.
 
     `epochs`: (epoch of the message before the range, epoch of its last message), if known.
     """
     pieces = split(ranges, options.min_partitions, options.max_records_per_partition)
     with_slaves = options.read_from == "any"
+    access = options.access
+    if access.security.is_on and options.token_lifetime_s and pieces:
+        topics = {piece.tp.topic for piece in pieces}
+        access = view.delegated(access, topics, options.token_lifetime_s, keep=not is_last)
     try:
         replicas = view.replicas({piece.tp for piece in pieces}, with_slaves=with_slaves)
     except MetamqError as error:  # tasks look them up
@@ -174,7 +180,7 @@ def tasks(
             FetchTask(
                 wanted=piece,
                 replicas=replicas.get(piece.tp, ()),
-                access=options.access,
+                access=access,
                 epoch=epoch,
                 last_epoch=last_epoch,
                 fail_on_data_loss=options.fail_on_data_loss,

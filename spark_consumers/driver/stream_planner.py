@@ -11,8 +11,12 @@ due.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import signal
+import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -71,6 +75,9 @@ class StreamPlanner:
                 view.check_group(self._options.group)
                 self._publisher = Publisher(partial(view.publish_soon, self._options.group))
             self._view = view
+            if self._options.access.security.is_on:
+                atexit.register(self.close)
+                exit_when_terminated()
         return self._view
 
     def fix_target(self) -> None:
@@ -191,13 +198,21 @@ class StreamPlanner:
         first = first_places(from_json(start), last)
         ranges = [OffsetRange(tp, place.topic_id, first[tp].offset, place.offset) for tp, place in last.reached.items()]
         epochs = {tp: (first[tp].epoch, place.epoch) for tp, place in last.reached.items()}
-        return planning.tasks(self._opened(), self._options, ranges, epochs)
+        return planning.tasks(self._opened(), self._options, ranges, epochs, is_last=False)
 
     def close(self) -> None:
         """Disconnects."""
         if self._view is not None:
             self._view.close()
             self._view = None
+
+
+def exit_when_terminated() -> None:
+    """Makes SIGTERM end this process in order, so that its token ends, too. So Spark ends a query: it calls stop() only
+    after an error."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
 
 
 class Unanswered:

@@ -18,6 +18,7 @@ from metamq.client.fetch.columnar import ColumnarSender, Shipment
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ConnectError
+from metamq.security.config import DelegatedConfig
 from metamq.spark_consumers.sink.branch_ends import BranchEnds
 from metamq.spark_consumers.sink.committing import Committer
 from metamq.spark_consumers.sink.task_branches import TaskBranches
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 SESSION_TIMEOUT_MS = 10_000
 RETRY_S = 0.2
+TOKENS_KEPT = 4
+"""Connections by tokens that a process keeps."""
 
 
 class Connected:
@@ -133,8 +136,17 @@ def sink_client(options: SinkOptions, *, is_first: bool = False) -> SinkClient:
     ZooKeeper is tried once, for ten seconds. Raises ConnectError, ConfigError."""
     access = options.access
     if access not in _connected:
+        _close_former_tokens()
         _connected[access] = Connected(access, 0.0 if is_first else options.delivery_timeout_s)
     return SinkClient(options, _connected[access])
+
+
+def _close_former_tokens() -> None:
+    """Disconnects what earlier queries used by a token, except for the last ones: each query has a token of its own."""
+    by_token = [access for access in _connected if isinstance(access.security, DelegatedConfig)]
+    for access in by_token[: -TOKENS_KEPT + 1]:
+        former = _connected.pop(access)
+        former.background.run(former.close())
 
 
 os.register_at_fork(after_in_child=_connected.clear)

@@ -11,7 +11,7 @@ from metamq.client.settings import ClusterAccess, cluster_access
 from metamq.errors import ConfigError
 from metamq.spark_consumers.sink.decisions import JOB, NAME_CHARS_MAX
 from metamq.spark_consumers.source.boundaries import checked
-from metamq.spark_consumers.source.options import Texts, check_path
+from metamq.spark_consumers.source.options import BATCH_TOKEN_S, Texts, check_path, token_lifetime_s
 from metamq.wire.compression import Codec, codec_named
 from metamq.zk.names import check_topic
 
@@ -26,6 +26,8 @@ OPTIONS = (
     "deliveryTimeoutMs",
     "transactionTimeoutMs",
     "failOnDataLoss",
+    "delegation",
+    "tokenLifetime",
 )
 TEXT_OR_BYTES = ("string", "binary")
 HEADERS = "array<struct<key:string,value:binary>>"
@@ -55,6 +57,8 @@ class SinkOptions:
     """Seconds after which brokers roll back what a task has written and not prepared."""
     fail_on_data_loss: bool
     """True if it is an error that a broker has lost prepared messages of a decided batch."""
+    token_lifetime_s: float
+    """The time for which the tasks' token counts; 0: tasks use the same files as the driver."""
 
 
 def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOptions:
@@ -71,6 +75,7 @@ def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOpti
         delivery_timeout_s=(texts.whole("deliveryTimeoutMs") or 120_000) / 1000,
         transaction_timeout_s=_transaction_timeout_s(texts, exactly),
         fail_on_data_loss=_fail_on_data_loss(texts, exactly),
+        token_lifetime_s=_token_lifetime_s(texts, exactly),
     )
 
 
@@ -108,6 +113,16 @@ def _fail_on_data_loss(texts: Texts, is_allowed: bool) -> bool:
     if texts.get("failOnDataLoss") is not None and not is_allowed:
         raise ConfigError("option 'failOnDataLoss' is only for delivery=exactly_once", hint="Remove it.")
     return texts.flag("failOnDataLoss", True)
+
+
+def _token_lifetime_s(texts: Texts, is_exactly_once: bool) -> float:
+    """Tasks that write exactly once change nodes in ZooKeeper, which knows certificates only."""
+    if is_exactly_once and texts.present(("delegation", "tokenLifetime")):
+        raise ConfigError(
+            "options 'delegation' and 'tokenLifetime' are for delivery=at_least_once",
+            hint="Remove them: tasks that write exactly once use the same files as the driver.",
+        )
+    return 0.0 if is_exactly_once else token_lifetime_s(texts, BATCH_TOKEN_S)
 
 
 def _codec(texts: Texts) -> Codec:

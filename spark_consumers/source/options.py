@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from metamq.client.settings import ClusterAccess, cluster_access, unknown
 from metamq.errors import ConfigError
+from metamq.security.delegation import LIFETIME_MAX_S
 from metamq.spark_consumers.source import boundaries
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.zk.names import check_group, check_topic
@@ -37,6 +38,8 @@ BOTH = (
     "readFrom",
     "readFiles",
     "pollTimeoutMs",
+    "delegation",
+    "tokenLifetime",
 )
 BATCH = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp", "pushdown")
 STREAM = ("maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "groupId")
@@ -53,6 +56,10 @@ _OF_KAFKA = {
 _ASSIGN_EXAMPLE = '{"flights": ["0-0", "0-1"]}'
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _COUNT_MAX = 2**63 - 1
+TOKEN_LEAST_S = 60.0
+BATCH_TOKEN_S = 86_400.0
+"""Nothing of metamq runs in the driver while a batch query runs, so nothing renews its token."""
+STREAM_TOKEN_S = 3_600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,8 @@ class SourceOptions:
     min_offsets_per_trigger: int | None
     max_trigger_delay_s: float
     group: str | None
+    token_lifetime_s: float
+    """The time for which the tasks' token counts, at least; 0: tasks use the same files as the driver."""
 
 
 def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
@@ -110,6 +119,7 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
         min_offsets_per_trigger=_min_offsets(texts),
         max_trigger_delay_s=texts.seconds("maxTriggerDelay", 900.0),
         group=_group(texts),
+        token_lifetime_s=token_lifetime_s(texts, STREAM_TOKEN_S if streaming else BATCH_TOKEN_S),
     )
     _check_company(texts)
     boundaries.check_order(options.starting, options.ending)
@@ -282,6 +292,18 @@ def _min_offsets(texts: Texts) -> int | None:
         problem = f"option 'minOffsetsPerTrigger' is {least:,}, more than 'maxOffsetsPerTrigger', {most:,}"
         raise ConfigError(problem, hint="Lower the one or raise the other.")
     return least
+
+
+def token_lifetime_s(texts: Texts, default_s: float) -> float:
+    """Returns the option `tokenLifetime`, or 0 without delegation. Raises ConfigError."""
+    if not texts.flag("delegation", True):
+        return 0.0
+    lifetime_s = texts.seconds("tokenLifetime", default_s)
+    if not TOKEN_LEAST_S <= lifetime_s <= LIFETIME_MAX_S:
+        raise ConfigError(
+            f"option 'tokenLifetime' is {texts.get('tokenLifetime')!r}", hint="It has to be a minute to seven days."
+        )
+    return lifetime_s
 
 
 def _group(texts: Texts) -> str | None:

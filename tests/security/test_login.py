@@ -23,7 +23,7 @@ from metamq.security.login import (
     read_secret,
     server_identity,
 )
-from metamq.zk.cluster.users import USERS_MAX, _decoded, users_json, with_user, without_user
+from metamq.zk.security.users import USERS_MAX, _decoded, users_json, with_user, without_user
 from tests.security.certificate_folder import make_folder
 
 PASSWORD = "correct horse battery"

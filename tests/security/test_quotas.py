@@ -36,7 +36,7 @@ from metamq.security.quotas import (
 from metamq.security.tls import client_security
 from metamq.testing import Cluster
 from metamq.wire.commands import LATEST, Command, OffsetsEntry
-from metamq.zk.cluster.quotas import QUOTAS, with_quota, without_quota
+from metamq.zk.security.quotas import QUOTAS, with_quota, without_quota
 from tests.parts import SLOW_S, http_get, wait_until
 from tests.security.raw_client import RawClient, of
 

@@ -49,8 +49,8 @@ from metamq.wire.commands import (
 )
 from metamq.wire.status import decode_error
 from metamq.wire.xa import Verb
-from metamq.zk.cluster import rights
 from metamq.zk.names import MAX_NAME_CHARS
+from metamq.zk.security import rights
 from tests.broker.front_door.conftest import batch_of
 from tests.parts import SLOW_S, wait_until
 from tests.security.certificate_folder import secured

@@ -33,6 +33,7 @@ WITHOUT_SPARK = {
     "test_stream_planner.py",
     "test_stream_plans.py",
     "test_task_branches.py",
+    "test_tokens.py",
 }
 """They run wherever pyarrow is, with the others."""
 if importlib.util.find_spec("pyspark") is None:

@@ -33,6 +33,9 @@ TUPLES = [
     commands.TopicChange("flights", b"{}", 3),
     commands.TopicChanged(True),
     commands.Delay(1500, "write_bytes_s", 1_000_000),
+    commands.Delegate("0a1b", [commands.DelegatedRight("read", "flights")], 3600, b"salt", b"stored", b"server", 4096),
+    commands.DelegatedRight("read", "flights"),
+    commands.Delegated(1_357_038_000_000),
 ]
 
 
@@ -59,11 +62,11 @@ def test_a_wrong_field_is_named(sent: Any) -> None:
         if name in ("error", "file"):  # looked into by whoever knows what it is
             continue
         for wrong in (None, 1.5, True, b"bytes", {}, [["x"]]):
-            if name == "opened" and isinstance(wrong, list):
+            if name in ("opened", "rights") and isinstance(wrong, list):
                 continue  # its entries are looked at one by one
             if name in ("accept_loss", "in_place", "master_stops", "is_done", "takes_delays") and wrong is True:
                 continue
-            if name in ("data", "document") and isinstance(wrong, bytes):
+            if name in ("data", "document", "salt", "stored_key", "server_key") and isinstance(wrong, bytes):
                 continue
             with pytest.raises(ProtocolError, match=rf"{type(sent).__name__}\.{name} must be .+, got"):
                 unpack(type(sent), [*good[:number], wrong, *good[number + 1 :]])
@@ -152,6 +155,7 @@ def test_numbers_are_never_used_twice() -> None:
         "BRANCHES": 10,
         "TOPIC": 11,
         "DELAY": 12,
+        "DELEGATE": 13,
     }
 
 

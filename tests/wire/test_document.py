@@ -136,6 +136,7 @@ KINDS: dict[Any, str] = {
     list[tuple[int, int, int]]: "list of (int, int, int)",
     list[tuple[int, int, int, int]]: "list of (int, int, int, int)",
     list[GetPartition]: "list of GetPartition",
+    list[commands.DelegatedRight]: "list of DelegatedRight",
     list[sync.AttachPartition]: "list of AttachPartition",
     list[sync.AttachResult]: "list of AttachResult",
 }

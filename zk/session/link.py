@@ -45,7 +45,7 @@ from metamq.threads import start
 from metamq.zk.session.attempts import ConnectAttempts
 
 if TYPE_CHECKING:
-    from metamq.security.tls import FreshContext
+    from metamq.security.tls import TlsSource
 
 log = logging.getLogger("metamq.zk")
 
@@ -63,7 +63,7 @@ StateListener = Callable[[str, int, int], None]
 class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
     """kazoo's threads, with a TCP connect that ends soon after `interrupted` is set."""
 
-    def __init__(self, connect_timeout_s: float, tls: FreshContext | None) -> None:
+    def __init__(self, connect_timeout_s: float, tls: TlsSource | None) -> None:
         super().__init__()
         self._connect_timeout_s = connect_timeout_s
         self._tls = tls
@@ -190,7 +190,7 @@ class Link:
     """One kazoo client. Any thread may call all methods; none waits for the network."""
 
     def __init__(
-        self, hosts: list[tuple[str, int]], timeout_ms: int, on_state: StateListener, tls: FreshContext | None = None
+        self, hosts: list[tuple[str, int]], timeout_ms: int, on_state: StateListener, tls: TlsSource | None = None
     ) -> None:
         timeout_s = timeout_ms / 1000
         patience_s = max(timeout_s / 6 / len(hosts), min(timeout_s / 3, 1.0))

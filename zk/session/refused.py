@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from metamq.security.tls import FreshContext
+    from metamq.security.tls import TlsSource
     from metamq.zk.session.attempts import ConnectAttempts
 
 REFUSED_WITHIN_S = 3.0
@@ -34,7 +34,7 @@ async def is_refused_alone(
     attempts: ConnectAttempts,
     is_suspended: Callable[[], bool],
     hosts: Sequence[tuple[str, int]],
-    tls: FreshContext | None,
+    tls: TlsSource | None,
 ) -> bool:
     """Watches while the session has no connection; returns True when servers refuse it permanently."""
     while is_suspended():
@@ -55,7 +55,7 @@ async def _is_refused(attempts: ConnectAttempts, is_suspended: Callable[[], bool
     return False
 
 
-async def _gives_session(hosts: Sequence[tuple[str, int]], tls: FreshContext | None) -> bool:
+async def _gives_session(hosts: Sequence[tuple[str, int]], tls: TlsSource | None) -> bool:
     """True if one of the servers begins a session with a new client; that session is ended at once."""
     context = tls.current() if tls is not None else None
     begun = await asyncio.gather(*(_begins_session(host, port, context) for host, port in hosts))

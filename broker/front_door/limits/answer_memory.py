@@ -12,14 +12,39 @@ time, until the memory is within the budget again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from metamq.broker.front_door.protocol import BrokerProtocol
+    import asyncio
+
+    from metamq.wire.frames import Buffer
 
 
 ABOVE_BYTES_LEAST = 64 * 1024 * 1024
 """The least distance from the budget to the ceiling, in bytes: some of the largest batches must fit in between."""
+
+
+TLS_PIECE_BYTES = 64 * 1024
+"""Bytes that are given to a TLS connection at a time. With pieces of this size its buffer can be counted."""
+
+
+def write_in_pieces(transport: asyncio.Transport, buffers: list[Buffer]) -> None:
+    """Writes to a TLS connection. uvloop encrypts what it is given at once, and then counts it as written."""
+    for buffer in buffers:
+        view = memoryview(buffer)
+        for at in range(0, len(view), TLS_PIECE_BYTES):
+            transport.write(view[at : at + TLS_PIECE_BYTES])
+
+
+class AnswerHolder(Protocol):
+    """A connection with unread answers."""
+
+    def count_unread(self) -> int:
+        """Counts the unread bytes again, and returns their number."""
+        ...
+
+    def give_up(self) -> None:
+        """Closes the connection."""
 
 
 class AnswerMemory:
@@ -32,7 +57,7 @@ class AnswerMemory:
         """The number of connections that were closed because they made no progress."""
         self.held_bytes = 0
         """The memory of all unread answers, above and below the marks, by the last count of each connection."""
-        self._held: dict[BrokerProtocol, int] = {}
+        self._held: dict[AnswerHolder, int] = {}
         """The share of each connection. The first connection has read nothing for the longest time."""
 
     @property
@@ -53,7 +78,7 @@ class AnswerMemory:
         """Counts a new size of a connection's buffer."""
         self.used_bytes += after - before
 
-    def holds(self, holder: BrokerProtocol, held_bytes: int, *, has_read: bool) -> None:
+    def holds(self, holder: AnswerHolder, held_bytes: int, *, has_read: bool) -> None:
         """Notes a connection's share. `has_read`: its client has read something since the last count."""
         if has_read or not held_bytes:
             self.held_bytes -= self._held.pop(holder, 0)
@@ -61,7 +86,7 @@ class AnswerMemory:
             self.held_bytes += held_bytes - self._held.get(holder, 0)
             self._held[holder] = held_bytes
 
-    def keep_below_ceiling(self, writer: BrokerProtocol) -> None:
+    def keep_below_ceiling(self, writer: AnswerHolder) -> None:
         """Closes connections if the memory is above the ceiling, but not `writer`, which has just got an answer."""
         if self.held_bytes <= self.ceiling_bytes:
             return

@@ -16,16 +16,19 @@ Reserved memory always comes back: the broker closes a connection that has memor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from metamq.wire.buffer_pool import BufferPool
 
-if TYPE_CHECKING:
-    from metamq.broker.front_door.protocol import BrokerProtocol
-
-
 KEPT_BYTES = 32 * 1024 * 1024
 """Bytes of large frames that are kept for reuse. A part of them may be idle, beside the reserved bytes."""
+
+
+class Reserver(Protocol):
+    """A connection that reserves memory."""
+
+    def granted(self) -> None:
+        """Goes on with its frame: the memory is reserved."""
 
 
 class RequestMemory:
@@ -36,7 +39,7 @@ class RequestMemory:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.rooms = BufferPool(KEPT_BYTES)
-        self._queue: dict[BrokerProtocol, int] = {}
+        self._queue: dict[Reserver, int] = {}
 
     @property
     def waiting(self) -> int:
@@ -48,7 +51,7 @@ class RequestMemory:
         """True if the budget is used up, or connections wait for it."""
         return self.used_bytes >= self.limit_bytes or bool(self._queue)
 
-    def reserve(self, size: int, connection: BrokerProtocol) -> bool:
+    def reserve(self, size: int, connection: Reserver) -> bool:
         """Reserves memory for a frame; returns False if the connection must wait until granted() is called."""
         if self._queue or self.used_bytes + size > self.limit_bytes:
             self._queue[connection] = size
@@ -56,11 +59,11 @@ class RequestMemory:
         self.used_bytes += size
         return True
 
-    def is_queued(self, connection: BrokerProtocol) -> bool:
+    def is_queued(self, connection: Reserver) -> bool:
         """True if the connection waits in the queue."""
         return connection in self._queue
 
-    def withdraw(self, connection: BrokerProtocol) -> None:
+    def withdraw(self, connection: Reserver) -> None:
         """Takes a connection out of the queue."""
         if self._queue.pop(connection, None) is not None:
             self._grant()

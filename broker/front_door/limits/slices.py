@@ -14,13 +14,16 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from metamq.broker.front_door.protocol import BrokerProtocol
-
+from typing import Protocol
 
 SLICE_S = 0.005
+
+
+class SliceOwner(Protocol):
+    """A connection with work in slices."""
+
+    def has_less_to_do(self) -> None:
+        """Goes on: one work is done."""
 
 
 class SlicedWork:
@@ -37,7 +40,7 @@ class Slices:
     """The work of all connections. Used by the broker's loop only."""
 
     def __init__(self) -> None:
-        self._queues: dict[BrokerProtocol, deque[SlicedWork]] = {}
+        self._queues: dict[SliceOwner, deque[SlicedWork]] = {}
         """The work by connection. The first connection has the next turn."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_slicing = False
@@ -47,17 +50,17 @@ class Slices:
         """The number of unfinished requests."""
         return sum(map(len, self._queues.values()))
 
-    def of(self, owner: BrokerProtocol) -> int:
+    def of(self, owner: SliceOwner) -> int:
         """Returns the number of unfinished requests of one connection."""
         return len(self._queues.get(owner, ()))
 
-    def add(self, owner: BrokerProtocol, work: SlicedWork) -> None:
+    def add(self, owner: SliceOwner, work: SlicedWork) -> None:
         """Runs the steps of `work`, now or later, to their end. Steps raise nothing."""
         self._queues.setdefault(owner, deque()).append(work)
         if self._timer is None and not self._is_slicing:
             self._slice()
 
-    def drop(self, owner: BrokerProtocol) -> None:
+    def drop(self, owner: SliceOwner) -> None:
         """Drops the work of a connection that is closed."""
         for work in self._queues.pop(owner, ()):
             work.steps.close()

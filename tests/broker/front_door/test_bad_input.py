@@ -49,7 +49,7 @@ def hello(version_min: int = 1, version_max: int = 1, client: str = "raw") -> by
         (PREFIX.pack(13, 1, 1, 0, 0, 1) + b"\xc1", "is not msgpack"),
         (hello(client="x" * HELLO_BYTES_MAX), "over the limit of 4,096"),
         (b"".join(encode_frame(1, Command.STATS, 0, 1, None)), "the first frame is command 7, not HELLO"),
-        (b"".join(encode_frame(1, Command.HELLO, 0, 1, {"a": 1})), "Hello has 3 fields"),
+        (b"".join(encode_frame(1, Command.HELLO, 0, 1, {"a": 1})), "Hello has 4 fields"),
     ],
     ids=["http", "tls", "zeros", "ones", "giant", "header", "long name", "no hello", "no fields"],
 )
@@ -116,7 +116,7 @@ def test_a_client_of_another_version(front: Any, versions: tuple[int, int]) -> N
 
 def test_our_own_client_of_another_version(front: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "PROTOCOL_VERSION_MAX", 5)
-    monkeypatch.setattr(connection, "Hello", lambda _low, _high, client: Hello(4, 5, client))
+    monkeypatch.setattr(connection, "Hello", lambda _low, _high, client, **_: Hello(4, 5, client))
     with pytest.raises(UnsupportedVersion, match="it speaks protocol versions 1 to 1, this side 1 to 5"):
         asyncio.run(BrokerConnection.open("127.0.0.1", front.port))
 

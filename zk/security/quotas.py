@@ -8,9 +8,9 @@ from typing import Any
 
 from metamq.errors import ConfigError
 from metamq.security.quotas import LIMIT_MAX, QUOTAS_MAX, Quota, Quotas
-from metamq.zk.cluster.shared_node import SharedNode
 from metamq.zk.documents import fields, number
 from metamq.zk.paths import Paths
+from metamq.zk.security.shared_node import SharedNode
 
 
 def with_quota(quotas: Quotas, principal: str, quota: Quota) -> Quotas:

@@ -10,11 +10,15 @@ from metamq.zk.documents import read_document
 from metamq.zk.session.change import change_node
 
 if TYPE_CHECKING:
-    from metamq.zk.cluster.brokers import Watcher
     from metamq.zk.paths import Paths
     from metamq.zk.session.session import Session
 
 T = TypeVar("T")
+Watcher = Callable[[], None]
+"""Is called once, when a node changes."""
+
+DATA_BYTES_MAX = 900_000
+"""A little less than ZooKeeper stores in a node."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,14 @@ class SharedNode(Generic[T]):
     encode: Callable[[T], bytes]
     """Returns the data of the node. Raises ConfigError if it would be too large."""
     add_again: str
-    """The command that adds to the list, for errors."""
+    """The command that adds to the list, for errors; empty: clients do it by themselves."""
 
     def parsed(self, path: str, data: bytes | None) -> T:
         """Returns the list in a node with this data; None: there is no node. Raises CorruptData."""
         if data is None:
             return self.missing
-        hint = f"Delete this node with ZooKeeper's own client, then add the {self.name} again: `{self.add_again}`."
+        again = f", then add the {self.name} again: `{self.add_again}`" if self.add_again else ""
+        hint = f"Delete this node with ZooKeeper's own client{again}."
         return read_document(f"the list of {self.name} in ZooKeeper ({path})", data, self.decode, hint=hint)
 
     async def read(self, session: Session, watch: Watcher | None = None) -> T:

@@ -7,12 +7,9 @@ from typing import Any
 
 from metamq.errors import ConfigError
 from metamq.security.rights import ALLOW, DENY, Resource, Rule, Rules
-from metamq.zk.cluster.shared_node import SharedNode
 from metamq.zk.documents import items, texts
 from metamq.zk.paths import Paths
-
-NODE_BYTES_MAX = 900_000
-"""A little less than ZooKeeper stores in a node."""
+from metamq.zk.security.shared_node import DATA_BYTES_MAX, SharedNode
 
 
 def with_rules(rules: Rules, more: Rules) -> Rules:
@@ -32,9 +29,9 @@ def rules_json(rules: Rules) -> bytes:
     """The data of the node. Raises ConfigError if it would be too large for ZooKeeper."""
     stored = [[rule.effect, rule.principal, rule.right, str(rule.resource)] for rule in rules]
     data = json.dumps({"rules": stored}).encode()
-    if len(data) > NODE_BYTES_MAX:
+    if len(data) > DATA_BYTES_MAX:
         raise ConfigError(
-            f"the rules would take {len(data):,} bytes, the limit is {NODE_BYTES_MAX:,}",
+            f"the rules would take {len(data):,} bytes, the limit is {DATA_BYTES_MAX:,}",
             hint="Use a prefix, as in topic:orders-*, and remove rules with `metamq acl remove`.",
         )
     return data

@@ -13,9 +13,9 @@ from typing import Any
 from metamq.errors import ConfigError
 from metamq.security.config import RESERVED
 from metamq.security.login import MECHANISMS, Verifier, Verifiers
-from metamq.zk.cluster.shared_node import SharedNode
 from metamq.zk.documents import fields, number, text
 from metamq.zk.paths import Paths
+from metamq.zk.security.shared_node import SharedNode
 
 Users = Mapping[str, Verifiers]
 """The verifiers of each user, by name."""
@@ -43,12 +43,12 @@ def without_user(users: Users, name: str) -> Users:
 
 def users_json(users: Users) -> bytes:
     """The data of the node."""
-    return json.dumps(
-        {
-            name: {mechanism: _to_json(verifier) for mechanism, verifier in verifiers.items()}
-            for name, verifiers in users.items()
-        }
-    ).encode()
+    return json.dumps({name: verifiers_json(verifiers) for name, verifiers in users.items()}).encode()
+
+
+def verifiers_json(verifiers: Verifiers) -> dict[str, dict[str, object]]:
+    """The JSON document of verifiers."""
+    return {mechanism: _to_json(verifier) for mechanism, verifier in verifiers.items()}
 
 
 def _to_json(verifier: Verifier) -> dict[str, object]:
@@ -57,10 +57,11 @@ def _to_json(verifier: Verifier) -> dict[str, object]:
 
 
 def _decoded(document: dict[str, Any]) -> Users:
-    return {name: _verifiers(fields(verifiers)) for name, verifiers in document.items()}
+    return {name: read_verifiers(fields(verifiers)) for name, verifiers in document.items()}
 
 
-def _verifiers(stored: Mapping[str, Any]) -> Verifiers:
+def read_verifiers(stored: Mapping[str, Any]) -> Verifiers:
+    """Reads the JSON document of verifiers. Raises ValueError and the like."""
     return {name: _verifier(fields(one)) for name, one in stored.items() if name in MECHANISMS}
 
 

@@ -1,0 +1,117 @@
+"""Delegation: a client lets others do a part of what it may do itself, for a limited time. Without I/O.
+
+A client makes an id and a secret, and gives brokers what verifies the secret (metamq.security.login), the rights, and a
+time. Whoever has the secret logs in as `token:ID` by SCRAM, and is the client that delegated, with no other rights than
+those. So a task of Spark needs no password and no key: it carries the secret of a token for the topics of its query.
+
+    the client's own rights are asked for    when it delegates, and at each request of the token's holder
+    ends                                     at its time, unless it is renewed; or when the client ends it
+    is not possible                          with a token: it cannot delegate
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from metamq.errors import ConfigError
+from metamq.security.config import DelegatedConfig, SecurityConfig
+from metamq.security.login import MECHANISMS, SALT_BYTES, TOKEN_PREFIX, Verifier, Verifiers, make_verifiers
+from metamq.security.rights import ANY_TOPIC, READ, WRITE
+
+MECHANISM = MECHANISMS[0]
+SECRET_BYTES = 24
+LIFETIME_MAX_S = 7 * 86_400
+DELEGATIONS_MAX = 1000
+"""Tokens of a cluster; a principal has at most a tenth of them."""
+RIGHTS_MAX = 200
+"""As DELEGATED_RIGHTS_MAX in metamq.wire.limits."""
+
+
+class Delegation(NamedTuple):
+    """A token, as brokers know it."""
+
+    principal: str
+    """The client that delegated."""
+    rights: frozenset[tuple[str, str]]
+    """(right, topic): READ or WRITE, and the name of a topic, or ANY_TOPIC: all on which the client has the right."""
+    expires_ms: int
+    """Milliseconds since 1970."""
+    verifiers: Verifiers
+
+
+Delegations = Mapping[str, Delegation]
+"""By the token's id."""
+
+
+def make_token(config: SecurityConfig) -> DelegatedConfig:
+    """Returns the settings of a new token, with a random id and secret, for clients of the same cluster. Raises
+    ConfigError if the authority's certificate cannot be read."""
+    path = config.files().ca
+    try:
+        authority = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the certificate of the authority {path} cannot be read: {error.strerror}") from error
+    return DelegatedConfig(
+        zookeeper_tls=config.zookeeper_tls,
+        token_id=secrets.token_hex(8),
+        secret=secrets.token_urlsafe(SECRET_BYTES),
+        authority=authority,
+    )
+
+
+def verifier_of(token: DelegatedConfig) -> Verifier:
+    """Returns what verifies the secret, always the same. A fixed salt is enough, since the secret is random."""
+    salt = hashlib.sha256(token.token_id.encode()).digest()[:SALT_BYTES]
+    return make_verifiers(token.secret, salt)[MECHANISM]
+
+
+def find_token(delegations: Delegations, user: str, now_ms: int) -> Delegation | None:
+    """Returns the token that a user name stands for; None: there is none, or it has expired."""
+    found = delegations.get(user.removeprefix(TOKEN_PREFIX)) if user.startswith(TOKEN_PREFIX) else None
+    return found if found is not None and found.expires_ms > now_ms else None
+
+
+def rights_on(right: str, topics: Iterable[str]) -> frozenset[tuple[str, str]]:
+    """Returns the right on each topic; on all topics if they are too many for a token."""
+    found = frozenset((right, topic) for topic in topics)
+    return found if len(found) <= RIGHTS_MAX else frozenset({(right, ANY_TOPIC)})
+
+
+def check_rights(rights: frozenset[tuple[str, str]]) -> None:
+    """Raises ConfigError if no token can have these rights."""
+    if not rights or len(rights) > RIGHTS_MAX:
+        raise ConfigError(f"a token has 1 to {RIGHTS_MAX} rights, not {len(rights)}", hint=f"Use {ANY_TOPIC!r}.")
+    for right, _topic in rights:
+        if right not in (READ, WRITE):
+            raise ConfigError(f"a token cannot have the right {right[:40]!r}", hint=f"It is {READ} or {WRITE}.")
+
+
+def with_token(delegations: Delegations, token_id: str, wanted: Delegation, now_ms: int) -> Delegations:
+    """Returns the tokens with a new or renewed one, without those that have expired. Raises ConfigError.
+
+    A token that would change only by less than a hundredth of its time is left as it is, so each broker can be asked.
+    """
+    known = delegations.get(token_id)
+    if known is not None and known.principal != wanted.principal:
+        raise ConfigError("a token of another client has this id", hint="Make a new one.")
+    is_same = known is not None and known._replace(expires_ms=wanted.expires_ms) == wanted
+    if known is not None and is_same and abs(known.expires_ms - wanted.expires_ms) < (wanted.expires_ms - now_ms) / 100:
+        return delegations
+    kept = {one: found for one, found in delegations.items() if found.expires_ms > now_ms and one != token_id}
+    own = sum(found.principal == wanted.principal for found in kept.values())
+    if len(kept) >= DELEGATIONS_MAX or own >= DELEGATIONS_MAX // 10:
+        raise ConfigError(
+            f"{wanted.principal} has {own:,} tokens, and the cluster {len(kept):,}: the limits are "
+            f"{DELEGATIONS_MAX // 10:,} and {DELEGATIONS_MAX:,}",
+            hint="Let queries end, or shorten `tokenLifetime`.",
+        )
+    return {**kept, token_id: wanted}
+
+
+def without_token(delegations: Delegations, token_id: str, principal: str) -> Delegations:
+    """Returns the tokens without one, if it is of this principal."""
+    return {one: found for one, found in delegations.items() if one != token_id or found.principal != principal}

@@ -1,0 +1,154 @@
+"""Spark's own processes read and write by tokens: of queries whose driver logs in by password."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metamq.security.delegation import Delegations
+from metamq.security.rights import READ, WRITE
+from metamq.spark_consumers import spark_session
+from metamq.testing import Cluster, cluster
+from metamq.zk.security.delegations import DELEGATIONS
+from metamq.zk.session.session import Session
+from tests.parts import wait_until
+from tests.security.certificate_folder import make_folder, secured
+from tests.security.nodes import run
+
+PASSWORD = "canary in a coal mine"
+TOPIC = "flights"
+ROWS = 500
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from metamq.spark_consumers import session
+
+topic, place, kind = sys.argv[1:]
+conf = {
+    "spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.eventLog.enabled": "true",
+    "spark.eventLog.dir": place, "spark.sql.warehouse.dir": place, "spark.local.dir": place,
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+}
+spark = session("tokens", "local[2]", conf)
+if kind == "batch":
+    frame = spark.read.format("metamq").option("subscribe", topic).load()
+    frame.select("value").write.format("metamq").mode("append").option("topic", topic).save()
+    print("rows", spark.read.format("metamq").option("subscribe", topic).load().count(), flush=True)
+else:
+    frame = spark.readStream.format("metamq").options(subscribe=topic, startingOffsets="earliest").load()
+    query = frame.writeStream.format("memory").queryName("kept").option("checkpointLocation", place + "/kept").start()
+    query.processAllAvailable()
+    print("rows", spark.table("kept").count(), flush=True)
+    sys.stdin.readline()
+    query.stop()
+    print("stopped", flush=True)
+    sys.stdin.readline()
+spark.stop()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("certificates") / "security"
+
+
+@pytest.fixture(scope="module")
+def secure(folder: Path) -> Iterator[Cluster]:
+    make_folder(folder)
+    with cluster(security=secured(folder)) as running, running.admin() as admin:
+        admin.set_user("etl", PASSWORD)
+        yield running
+
+
+@pytest.fixture
+def topic(secure: Cluster, request: pytest.FixtureRequest) -> str:
+    name = f"flights-{abs(hash(request.node.name))}"
+    secure.create_topic(name, partitions=2)
+    with secure.admin() as admin, secure.producer() as producer:
+        for right in (READ, WRITE):
+            admin.add_rules("allow", "etl", right, f"topic:{name}")
+        producer.send_many(name, [b"%d" % number for number in range(ROWS)])
+    return name
+
+
+def program(secure: Cluster, folder: Path, place: Path, topic: str, kind: str) -> subprocess.Popen[str]:
+    password = place / "password"
+    password.write_text(PASSWORD)
+    (place / "spark").mkdir()
+    environment = {
+        **os.environ,
+        "METAMQ_ZOOKEEPER": secure.zookeeper,
+        "METAMQ_SECURITY_CA": str(folder / "ca.crt"),
+        "METAMQ_SECURITY_USER": "etl",
+        "METAMQ_SECURITY_PASSWORD_FILE": str(password),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, topic, str(place / "spark"), kind],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def tokens(secure: Cluster) -> Delegations:
+    found: list[Delegations] = []
+
+    async def read(session: Session) -> None:
+        found.append(await DELEGATIONS.read(session))
+
+    run(secure, secure.security, read)
+    return found[0]
+
+
+def has_canary(place: Path) -> list[Path]:
+    """Files of Spark with the password, as its log of events."""
+    files = [path for path in (place / "spark").rglob("*") if path.is_file()]
+    assert files
+    return [path for path in files if PASSWORD.encode() in path.read_bytes()]
+
+
+def test_a_batch_reads_and_writes(secure: Cluster, folder: Path, tmp_path: Path, topic: str) -> None:
+    with program(secure, folder, tmp_path, topic, "batch") as driver:
+        output, errors = driver.communicate(timeout=200)
+    assert f"rows {2 * ROWS}" in output, errors[-2000:]
+    assert PASSWORD not in output + errors
+    assert not has_canary(tmp_path)
+    rights = [token.rights for token in tokens(secure).values()]
+    assert rights == [{(READ, topic)}] * len(rights), "the one for writing has ended"
+    assert {token.principal for token in tokens(secure).values()} == {"etl"}
+
+
+def test_a_stream_has_a_token_until_it_ends(secure: Cluster, folder: Path, tmp_path: Path, topic: str) -> None:
+    def is_known() -> bool:
+        return any(token.rights == {(READ, topic)} for token in tokens(secure).values())
+
+    with program(secure, folder, tmp_path, topic, "stream") as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        said = iter(driver.stdout)
+        assert any(f"rows {ROWS}" in line for line in said)
+        assert is_known()
+        driver.stdin.write("stop\n")
+        driver.stdin.flush()
+        assert any("stopped" in line for line in said)
+        wait_until(lambda: not is_known(), what="the token's end")
+        driver.communicate("end\n", timeout=100)
+    assert not has_canary(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("conf", "is_private"),
+    [
+        ({"spark.master": "local[2]"}, True),
+        ({"spark.master": "spark://host:7077"}, False),
+        ({"spark.master": "yarn", "spark.network.crypto.enabled": "true"}, True),
+        ({"spark.master": "yarn", "spark.ssl.rpc.enabled": "true"}, True),
+        ({"spark.master": "yarn", "spark.network.crypto.enabled": "false"}, False),
+    ],
+)
+def test_what_others_can_read(conf: dict[str, str], is_private: bool) -> None:
+    assert spark_session.is_private(conf) == is_private
