@@ -34,8 +34,8 @@ BEFORE = REQUESTS | {Command.AUTHENTICATE: Authenticate}
 class TlsClient(RawClient):
     """Frames over TLS, with a certificate or without."""
 
-    def __init__(self, running: Cluster, folder: Path, name: str = "") -> None:
-        super().__init__(running.broker.port, greet=False)
+    def __init__(self, port: int, folder: Path, name: str = "") -> None:
+        super().__init__(port, greet=False)
         context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         if name:
             context.load_cert_chain(folder / f"{name}.crt", folder / f"{name}.key")
@@ -51,17 +51,17 @@ def before_tls(running: Cluster, folder: Path) -> RawClient:
 
 
 def before_hello(running: Cluster, folder: Path) -> RawClient:
-    return TlsClient(running, folder)
+    return TlsClient(running.broker.port, folder)
 
 
 def before_a_login(running: Cluster, folder: Path) -> RawClient:
-    client = TlsClient(running, folder)
+    client = TlsClient(running.broker.port, folder)
     assert client.greeted().mechanisms
     return client
 
 
 def in_a_login(running: Cluster, folder: Path) -> RawClient:
-    client = TlsClient(running, folder)
+    client = TlsClient(running.broker.port, folder)
     offered = client.greeted().mechanisms
     assert isinstance(client.socket, ssl.SSLSocket)
     first = ClientLogin("broker", "etl", "wrong", client.socket).first(offered)
@@ -126,7 +126,7 @@ def test_after_its_login_a_client_without_rights_gets_only_refusals(
     secure.create_topic("fuzz", partitions=4)
     rss = psutil.Process(secure.broker.pid).memory_info().rss
     for _ in range(CONNECTIONS):
-        with TlsClient(secure, authority.folder, name) as client:
+        with TlsClient(secure.broker.port, authority.folder, name) as client:
             assert client.greeted().mechanisms == []
             for opaque in range(1, FRAMES + 1):
                 command = grammar.chance.choice([*OVER_SOCKETS, Command.TOPIC])

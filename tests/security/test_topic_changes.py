@@ -41,7 +41,7 @@ def test_a_client_has_few_changes_made_at_a_time_and_many_of_them_leave_few_line
         admin.add_rules("allow", name, "create", "topic:mine-*")
         wrong = TopicChange("mine-0", b"{}", NEW)
         wait_until(lambda: "may not" not in str(first.error(Command.TOPIC, wrong)), what="the rule")
-    with TlsClient(running, authority.folder, name) as client:
+    with TlsClient(running.broker.port, authority.folder, name) as client:
         client.greeted()
         documents = {f"mine-{number}": to_json(TopicConfig(f"mine-{number}", {0: 1})) for number in range(MANY)}
         requests = [client.frame(Command.TOPIC, TopicChange(*one, NEW))[1] for one in documents.items()]
