@@ -84,6 +84,8 @@ class Authenticated(NamedTuple):
     is_done: bool
     producer_prefix: int = 0
     """As in HelloReply."""
+    zookeeper_proof: str = ""
+    """The proof for ZooKeeper of who the client is, by the scheme `digest`; empty: nothing."""
 
 
 class Delay(NamedTuple):

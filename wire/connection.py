@@ -142,6 +142,8 @@ class ClientConnection:
         self.greeting: HelloReply | None = None
         self.producer_prefix = 0
         """The first bits of the producer ids that this client may use; 0: any."""
+        self.zookeeper_proof = ""
+        """The proof for ZooKeeper of who this client is, by the scheme `digest`; empty: the broker gives nothing."""
         self._client = client
         self._opaque = 0
         self._waiting: dict[int, int] = {}
@@ -296,6 +298,7 @@ class ClientConnection:
             raise ProtocolError(f"{self.address} ends the login at the wrong step")
         if answer.is_done:
             self.producer_prefix = answer.producer_prefix
+            self.zookeeper_proof = answer.zookeeper_proof
             self._opened()
         else:
             self._send_login(data)
@@ -400,12 +403,14 @@ class ServerConnection:
         step = unpack(Authenticate, self._request(frame).header)
         return LoginStep(frame.opaque, step.mechanism, step.data)
 
-    def login_answer(self, step: LoginStep, data: bytes, *, is_done: bool, producer_prefix: int = 0) -> list[Buffer]:
+    def login_answer(
+        self, step: LoginStep, data: bytes, is_done: bool, producer_prefix: int = 0, zookeeper_proof: str = ""
+    ) -> list[Buffer]:
         """The buffers that answer a message of a login. With `is_done` requests are accepted from now on."""
         assert self.state is ConnectionState.LOGIN
         if is_done:
             self._opened()
-        answer = Authenticated(data, is_done, producer_prefix)
+        answer = Authenticated(data, is_done, producer_prefix, zookeeper_proof)
         return encode_frame(self._greeting.version, Command.AUTHENTICATE, status.OK, step.opaque, answer)
 
     def login_refused(self, step: LoginStep, error: AuthenticationFailed) -> list[Buffer]:

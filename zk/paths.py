@@ -92,6 +92,9 @@ class Paths:
     def delegations(self) -> str:
         return f"{self.security()}/delegations"
 
+    def owner_key(self) -> str:
+        return f"{self.security()}/owner-key"
+
     def quotas(self) -> str:
         return f"{self.security()}/quotas"
 

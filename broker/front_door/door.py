@@ -62,6 +62,10 @@ class UserDirectory(Protocol):
         """Returns the end of the user's token, in seconds since 1970; 0: it has none."""
         ...
 
+    def zookeeper_proof(self, user: str) -> str:
+        """Returns what proves to ZooKeeper that a client is this user; empty for a user by a token."""
+        ...
+
     async def read_tokens(self) -> None:
         """Reads the tokens now. Raises ConnectError."""
 

@@ -307,7 +307,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._user = self._login.user
             self.principal = self._door.users.owner(self._user) or self._user
         prefix = producer_prefix(self.principal) if is_done else 0
-        self._write(self._connection.login_answer(step, data, is_done=is_done, producer_prefix=prefix))
+        proof = self._door.users.zookeeper_proof(self._user) if is_done else ""
+        self._write(self._connection.login_answer(step, data, is_done, prefix, proof))
         if is_done:
             self._is_open()
             self._login.end_at_expiry(self._loop, self.close)

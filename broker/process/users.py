@@ -18,6 +18,7 @@ from metamq.security.login import TOKEN_PREFIX
 from metamq.security.quotas import Meter, Meters, Quotas
 from metamq.security.rights import CLUSTER, DESCRIBE, NO_RULES, UNLIMITED, Access, Resource, RuleTable
 from metamq.zk.security.delegations import DELEGATIONS
+from metamq.zk.security.owner_key import proof_of, read_owner_key
 from metamq.zk.security.quotas import QUOTAS
 from metamq.zk.security.rights import RULES
 from metamq.zk.security.users import USERS
@@ -103,6 +104,8 @@ class KnownUsers:
         self._delegations: Followed[Delegations] = Followed(session, DELEGATIONS.read, {}, "tokens")
         self._nodes: tuple[Followed[Any], ...] = (self._users, self._rules, self._quotas, self._delegations)
         self._meters = Meters()
+        self._session = session
+        self._owner_key = b""
         self._failures: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
 
     def when_rights_change(self, call: Callable[[], Awaitable[None]]) -> None:
@@ -123,6 +126,10 @@ class KnownUsers:
 
     def _token(self, user: str) -> Delegation | None:
         return find_token(self._delegations.value, user, time.time_ns() // 1_000_000)
+
+    def zookeeper_proof(self, user: str) -> str:
+        """Returns what proves to ZooKeeper that a client is this user; empty for a user by a token of a delegation."""
+        return proof_of(self._owner_key, user) if self._owner_key and not user.startswith(TOKEN_PREFIX) else ""
 
     async def read_tokens(self) -> None:
         """Reads the tokens now. Raises ConnectError."""
@@ -168,6 +175,8 @@ class KnownUsers:
         """Reads all lists. Raises ConnectError."""
         for node in self._nodes:
             await node.read()
+        if self._is_secure and self._session.security.zookeeper is not None:
+            self._owner_key = await read_owner_key(self._session)
 
     async def run(self) -> None:
         """Follows them, until cancelled."""

@@ -243,7 +243,7 @@ async def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
             return Finding(what, "warning", problem, "`metamq security migrate` corrects that.")
         if access.security.zookeeper_tls and (names := await open_groups(cluster.session)):
             problem = f"on, and each client can change {count(len(names), 'group')}, as {names[0]}"
-            return Finding(what, "warning", problem, "`metamq group owner` gives a group to a certificate.")
+            return Finding(what, "warning", problem, "`metamq group owner` gives a group an owner.")
         if access.security.zookeeper_tls or not any(map(is_exposed, zookeepers)):
             return Finding(what, "ok", "on")
         hint = f"Remove METAMQ_SECURITY_ZOOKEEPER_TLS once ZooKeeper has its certificate. {EXPOSED_HINT}"

@@ -277,10 +277,10 @@ def _eviction(found: GroupDescription, consumer_id: str) -> list[str]:
 @click.argument("principal")
 @TEXT_OR_JSON
 def owner(name: str, principal: str, output: str) -> int:
-    """Give a group to the clients with the certificate PRINCIPAL; '*': to all clients. Stop its members first.
+    """Give a group to the user or certificate PRINCIPAL; '*': to all clients. Stop its members first.
 
-    With TLS to ZooKeeper, a group belongs to the certificate that made it. Clients without a certificate make groups
-    that are open to all.
+    With TLS to ZooKeeper, a group belongs to the user or certificate that made it. Only an administrator can give it to
+    a user without a certificate.
 
     \b
     metamq group owner etl report
@@ -291,7 +291,7 @@ def owner(name: str, principal: str, output: str) -> int:
     if output == "json":
         print_json({"group": name, "owner": principal, "strange": strange})
     else:
-        whose = "open to all clients" if principal == ANY_PRINCIPAL else f"of the certificate {principal}"
+        whose = "open to all clients" if principal == ANY_PRINCIPAL else f"of {principal}"
         say(f"Group {name} is now {whose}.")
     if strange:
         nodes = count(len(strange), "node")

@@ -190,9 +190,10 @@ class Admin:
         return self._call(admin_groups.evict, group, consumer_id)
 
     def set_group_owner(self, group: str, principal: str) -> list[str]:
-        """Gives a group to the clients with another certificate; "*": to all clients. Stop its members first.
+        """Gives a group to the clients of another principal; "*": to all clients. Stop its members first.
 
-        A group belongs to the certificate that made it: other clients cannot join it, or change its offsets. Returns
+        A group belongs to the principal that made it: other clients cannot join it, or change its offsets. Only an
+        administrator can give it to a user without a certificate. Returns
         the paths of nodes that a stranger has put into the group, which only ZooKeeper's superuser can remove. Raises
         ConfigError if ZooKeeper does not know its clients, or if there is no such group; NotAuthorized.
         """

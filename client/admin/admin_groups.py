@@ -30,7 +30,7 @@ from metamq.client.checks import is_whole, partition_of, wrong_type
 from metamq.client.group.rebalance_decisions import why_idle
 from metamq.client.group.strategies import explain
 from metamq.client.model import requested_time_us
-from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionNotFound
+from metamq.errors import ConfigError, MetamqError, NotAuthorized, OffsetOutOfRange, PartitionNotFound
 from metamq.security.names import check_name
 from metamq.security.rights import ANY_PRINCIPAL
 from metamq.wire.commands import EARLIEST, LATEST
@@ -44,6 +44,7 @@ from metamq.zk.groups.plans import Plan, read_plan
 from metamq.zk.names import check_consumer, check_node
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.partitions import TopicPartition, partition_order
+from metamq.zk.security.owner_key import digest_of, proof_of, read_owner_key
 
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient
@@ -348,14 +349,17 @@ async def delete_group(cluster: ClusterClient, group: str) -> None:
 
 
 async def set_group_owner(cluster: ClusterClient, group: str, principal: str) -> list[str]:
-    """Gives a group to another certificate. See Admin.set_group_owner."""
+    """Gives a group to another principal. See Admin.set_group_owner."""
     if principal != ANY_PRINCIPAL:
         check_name(principal)
     session = cluster.session
     if session.security.zookeeper is None:
         raise ConfigError("groups have owners only if ZooKeeper knows its clients by TLS", hint="See docs/security.md.")
     await check_exists(session, group)
-    return await give_group(session, group, principal)
+    digest = ""
+    with contextlib.suppress(NotAuthorized):  # only administrators read the key
+        digest = digest_of(proof_of(await read_owner_key(session), principal))
+    return await give_group(session, group, principal, digest)
 
 
 async def _delete_tree(session: Session, path: str) -> None:

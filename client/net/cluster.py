@@ -72,6 +72,19 @@ class ClusterClient:
         self._reading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._refreshes: dict[str, asyncio.Task[None]] = {}
         self._closed = False
+        brokers = session.security.brokers
+        if session.security.zookeeper is not None and brokers is not None and (brokers.user or brokers.token_file):
+            session.prover = self._zookeeper_proof
+
+    async def _zookeeper_proof(self) -> str:
+        """Returns what a broker gives this client, as a proof for ZooKeeper of who it is. Raises ConnectError."""
+        failure: MetamqError = ConnectError("a broker", "none runs, and only brokers say to ZooKeeper who a user is")
+        for broker_id in list(await self.refresh_brokers()):
+            try:
+                return (await self.connection(broker_id)).zookeeper_proof
+            except ConnectError as error:
+                failure = error
+        raise failure
 
     async def topic(self, name: str) -> TopicConfig:
         """Returns the topic's configuration. Raises TopicNotFound, or ConnectionLost if it was never read before."""

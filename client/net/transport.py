@@ -187,6 +187,11 @@ class BrokerConnection(asyncio.BufferedProtocol):
         return self._connection.producer_prefix
 
     @property
+    def zookeeper_proof(self) -> str:
+        """The proof for ZooKeeper of who this client is; empty: the broker gives nothing."""
+        return self._connection.zookeeper_proof
+
+    @property
     def alive(self) -> bool:
         """True if requests can be sent."""
         return self._transport is not None and not self._transport.is_closing() and not self.closed.done()

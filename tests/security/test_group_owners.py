@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Iterator
+from pathlib import Path
 
 import pytest
-from kazoo.security import make_acl
+from kazoo.security import make_acl, make_digest_acl_credential
 
 from metamq import Admin, Consumer, SecurityConfig
-from metamq.errors import ConfigError, MetamqError, NotAuthorized
+from metamq.errors import AuthenticationFailed, ConfigError, MetamqError, NotAuthorized
 from metamq.security.certificates import Authority
 from metamq.testing import Cluster, cluster
 from metamq.zk.cluster.node_acls import open_groups
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.paths import Paths
+from metamq.zk.security.owner_key import digest_of, proof_of
 from metamq.zk.session.acls import owned_by
 from metamq.zk.session.session import Session
-from tests.parts import SLOW_S, read_to_end
+from tests.parts import SLOW_S, read_to_end, wait_until
 from tests.security.certificate_folder import client_of, secured
 from tests.security.nodes import run, tree
 
@@ -71,6 +73,70 @@ async def outcome(change: Awaitable[object]) -> str:
     except MetamqError as error:
         return str(error)
     return ""
+
+
+@pytest.fixture
+def user(owned: Cluster, authority: Authority, tmp_path: Path) -> SecurityConfig:
+    """A user who logs in by password, and may read."""
+    (tmp_path / "password").write_text("correct horse battery")
+    with owned.admin() as admin:
+        admin.set_user("reader", "correct horse battery")
+        admin.add_rules("allow", "reader", "read", "topic:flights")
+    security = SecurityConfig(
+        ca=str(authority.folder / "ca.crt"), user="reader", password_file=str(tmp_path / "password")
+    )
+    wait_until(lambda: is_user(owned, security), what="the user")
+    return security
+
+
+def is_user(running: Cluster, security: SecurityConfig) -> bool:
+    try:
+        consume(running, uuid.uuid4().hex, security)
+    except (AuthenticationFailed, NotAuthorized):
+        return False
+    return True
+
+
+def test_a_group_belongs_to_the_user_with_a_password_who_made_it(
+    owned: Cluster, authority: Authority, group: str, user: SecurityConfig, etl: SecurityConfig
+) -> None:
+    assert consume(owned, group, user) == COUNT
+    outcomes: list[str] = []
+
+    async def change(session: Session) -> None:
+        path = PATHS.group(group)
+        outcomes.extend([await outcome(session.set(one, b"", ANY_VERSION)) for one in await tree(session, path)])
+        outcomes.append(await outcome(session.create(f"{path}/stranger")))
+
+    for stranger in (etl, SecurityConfig(ca=str(authority.folder / "ca.crt"))):
+        run(owned, stranger, change)
+    assert len(outcomes) > 8
+    assert all("may not" in one for one in outcomes), outcomes
+    assert consume(owned, group, user) == 0, "it goes on, in another session"
+    with Admin(owned.zookeeper, security=user) as admin:
+        admin.delete_group(group)
+
+
+def test_an_administrator_gives_a_group_to_a_user_with_a_password(
+    owned: Cluster, group: str, user: SecurityConfig, etl: SecurityConfig
+) -> None:
+    assert consume(owned, group, etl) == COUNT
+    with pytest.raises(NotAuthorized):
+        consume(owned, group, user)
+    with owned.admin() as admin:
+        assert admin.set_group_owner(group, "reader") == []
+    assert consume(owned, group, user) == 0
+    with pytest.raises(NotAuthorized):
+        consume(owned, group, etl)
+
+
+def test_the_proof_is_what_zookeeper_computes() -> None:
+    """`digest_of` as in ZooKeeper's DigestAuthenticationProvider.generateDigest, by kazoo's own code."""
+    proof = proof_of(b"key", "etl")
+    name, secret = proof.split(":")
+    assert digest_of(proof) == make_digest_acl_credential(name, secret)
+    assert proof != proof_of(b"key", "other").replace("other", "etl")
+    assert proof != proof_of(b"another key", "etl")
 
 
 def test_another_certificate_reads_a_group_and_changes_nothing(

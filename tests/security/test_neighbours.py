@@ -144,8 +144,10 @@ def test_others_hardly_notice_a_client_without_rights(
 ) -> None:
     seed = random.randrange(2**32)
     security = secured(authority.folder, zookeeper_tls=False)
-    limits = {"request_memory_bytes": REQUESTS_BYTES, "answer_memory_bytes": ANSWERS_BYTES}
-    with cluster(security=security, **limits) as running, running.admin() as admin:
+    with (
+        cluster(security=security, request_memory_bytes=REQUESTS_BYTES, answer_memory_bytes=ANSWERS_BYTES) as running,
+        running.admin() as admin,
+    ):
         running.add_slave()
         running.create_topic("honest", partitions=1, replication="sync")
         wait_until(lambda: in_sync(admin) == [0, 1], what="a slave in sync")

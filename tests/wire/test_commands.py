@@ -19,7 +19,7 @@ TUPLES = [
     commands.Hello(1, 1, "me", True),
     commands.HelloReply(1, 0, 5, 4, 16, 64, "metamq", ["SCRAM-SHA-256-PLUS"], 7),
     commands.Authenticate("SCRAM-SHA-256-PLUS", b"n,,"),
-    commands.Authenticated(b"v=", True, 7),
+    commands.Authenticated(b"v=", True, 7, "etl:5f0c"),
     PutEntry("flights", "id", 3, 100),
     PutResult(0, 10, 20, None),
     GetPartition(1, "flights", "id", 3, 5),

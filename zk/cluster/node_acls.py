@@ -73,12 +73,12 @@ async def _is_corrected(session: Session, path: str) -> bool:
     return True
 
 
-async def give_group(session: Session, group: str, principal: str) -> list[str]:
-    """Gives a group to a certificate; ANY_PRINCIPAL: to all clients. Raises NotAuthorized, ConnectionLost.
+async def give_group(session: Session, group: str, principal: str, digest: str) -> list[str]:
+    """Gives a group to a principal; ANY_PRINCIPAL: to all clients. Raises NotAuthorized, ConnectionLost.
 
     Returns the nodes in it that belong to another client, which did not allow it.
     """
-    wanted, root = owned_by(principal), session.paths.group(group)
+    wanted, root = owned_by(principal, digest), session.paths.group(group)
     refused: list[str] = []
     waiting = [root]
     while waiting:

@@ -8,8 +8,9 @@
     outside of /meta              all                                all
 
 So brokers and administrators own topics, registrations, users and rules, and clients own their groups and the state of
-their Spark sinks. ZooKeeper does not know a client without a certificate: all clients may change its groups. What is
-made in such a group later stays open, too. A node gets its list when it is made; `metamq security migrate` gives older
+their Spark sinks. ZooKeeper knows a client by its certificate, or by a proof that brokers give users who log in
+(metamq.zk.security.owner_key). All clients may change the groups of other clients; what is made in such a group later
+stays open, too. A node gets its list when it is made; `metamq security migrate` gives older
 nodes theirs, and `metamq group owner` gives a group to another client.
 """
 
@@ -58,9 +59,15 @@ def shared_root(paths: Paths, path: str) -> str | None:
     return None
 
 
-def owned_by(principal: str) -> Acl:
-    """Returns the access list of a node of a group that belongs to a certificate; ANY_PRINCIPAL: to all clients."""
-    return _OPEN if principal == ANY_PRINCIPAL else [*_READABLE, make_acl("x509", f"CN={principal}", all=True)]
+def owned_by(principal: str, digest: str = "") -> Acl:
+    """Returns the access list of a node of a group that belongs to a principal; ANY_PRINCIPAL: to all clients.
+
+    `digest`: its identity without a certificate; empty: it needs one.
+    """
+    if principal == ANY_PRINCIPAL:
+        return _OPEN
+    by_proof = [make_acl("digest", digest, all=True)] if digest else []
+    return [*_READABLE, make_acl("x509", f"CN={principal}", all=True), *by_proof]
 
 
 def is_open(found: Acl) -> bool:

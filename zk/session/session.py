@@ -31,7 +31,7 @@ import asyncio
 import enum
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -108,8 +108,10 @@ class Session:
         self._state_waiters: set[asyncio.Future[None]] = set()
         self._closed: asyncio.Future[None] | None = None
         self._refused: asyncio.Task[None] | None = None
-        self._warned: set[str] = set()
-        """Groups and sinks that are open, and for which it has warned."""
+        self.prover: Callable[[], Awaitable[str]] | None = None
+        """Returns what proves to ZooKeeper who this client is; None: only a certificate can."""
+        self._is_proved = False
+        self._warned: set[str] = set()  # groups and sinks that are open, and for which it has warned
 
     @classmethod
     async def open(
@@ -272,6 +274,7 @@ class Session:
 
         Raises NodeExists, NoNode if the parent is missing, MessageTooLarge.
         """
+        await self._prove([path])
         session_id, full = self._open_session_id(), self._full(path)
         _check_data(path, data)
         while True:
@@ -307,14 +310,28 @@ class Session:
         try:
             acl = await self.acl(root)
         except (NoNode, NotAuthorized):
-            return acl_of(self.paths, root, is_owned=self.security.has_certificate)
-        if self.security.has_certificate and is_open(acl) and root not in self._warned:
+            return acl_of(self.paths, root, is_owned=self._is_known)
+        if self._is_known and is_open(acl) and root not in self._warned:
             self._warned.add(root)
             log.warning(
-                "each client of ZooKeeper may change %s: it was made without a certificate. `metamq group owner` gives "
-                "a group an owner", root,
+                "each client of ZooKeeper may change %s: it was made without an identity. `metamq group owner` gives a "
+                "group an owner", root,
             )  # fmt: skip
         return acl
+
+    @property
+    def _is_known(self) -> bool:
+        """True if ZooKeeper knows who this client is."""
+        return self.security.has_certificate or self._is_proved
+
+    async def _prove(self, paths: Iterable[str]) -> None:
+        """Proves to ZooKeeper who this client is, before its first change in a group or a sink. Raises ConnectError."""
+        if self.prover is None or self._is_proved or not any(shared_root(self.paths, path) for path in paths):
+            return
+        proof = await self.prover()
+        if proof:  # kazoo repeats it on each new connection
+            await self._ask(self._open_session_id(), "", lambda client: client.add_auth_async("digest", proof))
+            self._is_proved = True
 
     async def acl(self, path: str) -> Acl:
         """Returns the access list of a node. Raises NoNode, NotAuthorized."""
@@ -324,6 +341,7 @@ class Session:
 
     async def set_acl(self, path: str, acl: Acl) -> None:
         """Gives a node this access list. Raises NoNode, NotAuthorized."""
+        await self._prove([path])
         full = self._full(path)
         await self._ask(self._open_session_id(), path, lambda client: client.set_acls_async(full, acl))
 
@@ -332,6 +350,7 @@ class Session:
 
         Raises BadVersion, NoNode, MessageTooLarge.
         """
+        await self._prove([path])
         session_id, full = self._open_session_id(), self._full(path)
         _check_data(path, data)
         stat = await self._ask(session_id, path, lambda client: client.set_async(full, data, version))
@@ -339,6 +358,7 @@ class Session:
 
     async def delete(self, path: str, version: int) -> None:
         """Deletes a node that has `version` (ANY_VERSION: any). Raises BadVersion, NoNode, NotEmpty."""
+        await self._prove([path])
         session_id, full = self._open_session_id(), self._full(path)
         await self._ask(session_id, path, lambda client: client.delete_async(full, version))
 
@@ -354,6 +374,7 @@ class Session:
         """
         if not operations:
             return []
+        await self._prove(operation.path for operation in operations)
         session_id = self._open_session_id()
         full = [self._full(operation.path) for operation in operations]
         for operation in operations:
