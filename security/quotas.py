@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from metamq.errors import ConfigError
 from metamq.security.names import check_name
@@ -76,6 +77,13 @@ class Meter:
             return None
         return QuotaWait(wait_s, Quota._fields[limit], self.quota[limit])
 
+    def change(self, quota: Quota, now_s: float) -> None:
+        """Takes another quota. The debt stays as many bytes or requests, so a larger limit pays it sooner."""
+        for limit, (before, after) in enumerate(zip(self.quota, quota, strict=True)):
+            debt_s = max(self._paid_at_s[limit] - now_s, 0.0)
+            self._paid_at_s[limit] = now_s + debt_s * before / after if debt_s and after else 0.0
+        self.quota = quota
+
     def is_paid(self, now_s: float) -> bool:
         """True if forgetting the meter changes nothing."""
         return max(self._paid_at_s) <= now_s - BURST_S
@@ -86,19 +94,23 @@ class Meters:
 
     def __init__(self) -> None:
         self._meters: dict[str, Meter] = {}
+        self._in_use: WeakValueDictionary[str, Meter] = WeakValueDictionary()
+        """The meters of open connections, also those that were forgotten."""
         self._forget_above = METERS_KEPT
 
     def find(self, principal: str, quotas: Quotas, now_s: float) -> Meter | None:
         """Returns the meter of a principal by the present quotas; None: it has no quota."""
         quota = quota_of(quotas, principal)
         if quota == NO_QUOTA:
+            self._meters.pop(principal, None)
+            self._in_use.pop(principal, None)
             return None
-        meter = self._meters.get(principal)
-        if meter is None:
-            if len(self._meters) >= self._forget_above:
-                self._forget(now_s)
-            meter = self._meters[principal] = Meter(quota)
-        meter.quota = quota
+        meter = self._in_use.get(principal) or Meter(quota)
+        if principal not in self._meters and len(self._meters) >= self._forget_above:
+            self._forget(now_s)
+        self._meters[principal] = self._in_use[principal] = meter
+        if meter.quota != quota:
+            meter.change(quota, now_s)
         return meter
 
     def _forget(self, now_s: float) -> None:

@@ -221,6 +221,13 @@ class Access:
         if (refusal := self.refusal(right, topic)) is not None:
             raise refusal
 
+    def check_delegates(self, right: str, topic: str) -> None:
+        """Raises NotAuthorized if the client cannot delegate the right: it has it not itself, on any topic for "*"."""
+        if topic != ANY_TOPIC:
+            self.check_topic(right, topic)
+        elif self.is_limited and not self._table.gives_any(self.principal, right):
+            raise self._refusal(right, str(Resource(TOPIC, ANY_TOPIC)))
+
     def check_begins(self) -> None:
         """Raises NotAuthorized if the client may write no topic, and does not end transactions as an operator."""
         if not self.may_begin and not self.may_recover:

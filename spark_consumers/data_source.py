@@ -110,7 +110,8 @@ class BatchReader(DataSourceReader):
 
         with ClusterView(self._options.access) as view:
             ranges = batch_ranges(view, self._options)
-            return [RangePartition(task) for task in tasks(view, self._options, ranges)]
+            topics = {one.tp.topic for one in ranges}
+            return [RangePartition(task) for task in tasks(view, self._options, ranges, topics=topics)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Reads a range, in an executor."""

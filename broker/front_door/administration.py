@@ -16,12 +16,14 @@ from metamq.security.delegation import (
     Delegation,
     Delegations,
     check_rights,
+    check_verifier,
+    is_renewed,
     with_token,
     without_token,
 )
 from metamq.security.login import Verifier
 from metamq.security.names import check_name
-from metamq.security.rights import ALTER, ANY_TOPIC, CREATE, DELETE
+from metamq.security.rights import ALTER, CREATE, DELETE
 from metamq.wire import sync
 from metamq.wire.commands import Delegate, Delegated, DelegatedRight, Promote, Promoted, TopicChange, TopicChanged
 from metamq.wire.headers import unpack
@@ -42,6 +44,8 @@ log = logging.getLogger("metamq.broker")
 
 DOCUMENT_BYTES_MAX = 64 * 1024
 CHANGES_MAX = 8
+SHOWN_MAX = 10
+"""Rights of a token that the audit log shows."""
 
 
 class AdministrationProcessor:
@@ -58,6 +62,8 @@ class AdministrationProcessor:
         self._running: set[asyncio.Task[Any]] = set()
         self._changes: set[asyncio.Task[Any]] = set()
         """Changes for clients that wait for ZooKeeper."""
+        self._delegating: set[str] = set()
+        """The principals for which a token is being changed."""
 
     def join(self, request: Request, connection: BrokerProtocol) -> None:
         """Makes the connection the link of a slave. Raises Fenced, ConfigError, ProtocolError."""
@@ -118,28 +124,37 @@ class AdministrationProcessor:
         wanted = frozenset((one.right, one.topic) for one in rights)
         check_rights(wanted)
         for right, topic in wanted:
-            if topic != ANY_TOPIC:
-                access.check_topic(right, topic)
-        self._check_busy("delegations")
-        lifetime_s = min(asked.lifetime_s, LIFETIME_MAX_S)
-        if lifetime_s > 0:
-            connection.changes(f"token {asked.token_id} for {lifetime_s} s")
-        self._change(request, connection, self._delegate(asked, access.principal, wanted, lifetime_s))
-
-    async def _delegate(
-        self, asked: Delegate, principal: str, rights: frozenset[tuple[str, str]], lifetime_s: int
-    ) -> Delegated:
-        now_ms = time.time_ns() // 1_000_000
+            access.check_delegates(right, topic)
         verifier = Verifier(asked.salt, asked.stored_key, asked.server_key, asked.iterations)
-        token = Delegation(principal, rights, now_ms + lifetime_s * 1000, {MECHANISM: verifier})
+        check_verifier(verifier)
+        now_ms = time.time_ns() // 1_000_000
+        expires_ms = now_ms + max(min(asked.lifetime_s, LIFETIME_MAX_S), 0) * 1000
+        if connection.login_ends_s:
+            expires_ms = min(expires_ms, int(connection.login_ends_s * 1000))
+        token = Delegation(access.principal, wanted, expires_ms, {MECHANISM: verifier})
+        known = self._users.delegations.get(asked.token_id)
+        if is_renewed(known, token, now_ms) and expires_ms > now_ms:
+            connection.answer(request, Delegated(expires_ms))
+            return
+        self._check_busy("delegations")
+        if access.principal in self._delegating:
+            raise ServerBusy("delegations of one client")
+        does = "makes or renews" if expires_ms > now_ms else "ends"
+        connection.changes(f"{does} token {asked.token_id}: {', '.join(map(' '.join, sorted(wanted)[:SHOWN_MAX]))}")
+        self._delegating.add(access.principal)
+        self._change(request, connection, self._delegate(asked.token_id, token, now_ms))
 
+    async def _delegate(self, token_id: str, token: Delegation, now_ms: int) -> Delegated:
         def change(known: Delegations) -> Delegations:
-            if lifetime_s <= 0:
-                return without_token(known, asked.token_id, principal)
-            return with_token(known, asked.token_id, token, now_ms)
+            if token.expires_ms <= now_ms:
+                return without_token(known, token_id, token.principal)
+            return with_token(known, token_id, token, now_ms)
 
-        await DELEGATIONS.change(self._session, change)
-        await self._users.read_tokens()
+        try:
+            await DELEGATIONS.change(self._session, change)
+            await self._users.read_tokens()
+        finally:
+            self._delegating.discard(token.principal)
         return Delegated(token.expires_ms)
 
     def _answer_later(

@@ -2,7 +2,7 @@
 
     login     a client is known now, by its certificate or its password; or the password was wrong
     refused   a right was missing
-    change    a client asked to create, alter or delete a topic
+    change    a client asked to create, alter or delete a topic, or to make, renew or end a token
     command   a replica joined, a promotion was asked for, or an operator ended a transaction
 
 A thread writes the lines, so a slow disk delays no request. A client can cause at most LINES_PER_S lines of a kind in a

@@ -37,6 +37,11 @@ class ConnectionLogin:
         """The name that the client gave; it is proved when the last step is done."""
         return self._login.user
 
+    @property
+    def expires_s(self) -> float:
+        """The end of the client's token (JWT), in seconds since 1970; 0: it has none."""
+        return self._login.expires_s
+
     def next(self, step: LoginStep) -> tuple[bytes, bool]:
         """Takes a message of the client; returns the answer, and if the login is done.
 

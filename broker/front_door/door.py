@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
     from metamq.errors import NotAuthorized
     from metamq.security.bearer import TokenVerifier
+    from metamq.security.delegation import Delegations
     from metamq.security.login import Verifiers
     from metamq.security.quotas import Meter
     from metamq.security.rights import Access
@@ -60,6 +61,11 @@ class UserDirectory(Protocol):
 
     def expires_s(self, user: str) -> float:
         """Returns the end of the user's token, in seconds since 1970; 0: it has none."""
+        ...
+
+    @property
+    def delegations(self) -> Delegations:
+        """The tokens, as last read."""
         ...
 
     def zookeeper_proof(self, user: str) -> str:

@@ -33,7 +33,7 @@ from metamq.broker.front_door.authorisation import check
 from metamq.broker.front_door.connection_login import ConnectionLogin
 from metamq.broker.front_door.fetch_session import FetchSession
 from metamq.broker.front_door.limits.admission import ConnectionFate
-from metamq.broker.front_door.limits.answer_memory import write_in_pieces
+from metamq.broker.front_door.limits.answer_memory import UnreadAnswers, write_in_pieces
 from metamq.broker.front_door.limits.slices import SlicedWork
 from metamq.broker.front_door.limits.throttle import Throttle
 from metamq.broker.log.disk.files import descriptors_max
@@ -97,19 +97,11 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """A request whose frame was large: it was counted when the frame began."""
         self._received_bytes = 0
         """Bytes since the last sweep."""
-        self._written_bytes = 0
         self._sent_bytes = 0
         """Bytes sent as of the last sweep."""
         self._sent_at = loop.time()
         """The last sweep at which bytes had been sent since the one before, or none were left."""
-        self._counted_bytes = 0
-        """Bytes that the budget of answers counts for this connection."""
-        self._read_bytes = 0
-        """Bytes that the client had read at the last count."""
-        self._answer_bytes = 0
-        """The size of the last answer."""
-        self._empty_at_bytes = 0
-        """Bytes written at the last count at which all of them were read."""
+        self._unread = UnreadAnswers(door.answers, self)
         self._greeted_at = math.inf
         """The time of its HELLO; infinite before HELLO and after the first request."""
         self._place = ConnectionFate.SERVED
@@ -219,6 +211,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         elif self._large_bytes:
             self._door.requests.release(self._large_bytes)
         self._large_bytes = size
+        if size:
+            self._greeted_at = math.inf  # it asks for something, however long that waits
         self._granted = not size or self._is_reserved()
 
     def _is_reserved(self) -> bool:
@@ -290,6 +284,16 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._door.audit.record(CHANGE, self.principal, self.peer, what, allowed=True)
 
     @property
+    def has_token(self) -> bool:
+        """True if the client has logged in by a token of a delegation."""
+        return self._user != self.principal
+
+    @property
+    def login_ends_s(self) -> float:
+        """The end of the client's own login, in seconds since 1970; 0: it has none."""
+        return self._login.expires_s if self._login is not None else 0.0
+
+    @property
     def who(self) -> str:
         """The principal, or the address of a client that has none."""
         return self.principal or self.peer
@@ -351,6 +355,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         yield from ()
 
     def _give_up_waiting(self) -> None:
+        self._paid = None
         while self._waiting:
             self._door.requests.release(len(self._waiting.pop().body))
 
@@ -484,8 +489,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _write(self, buffers: list[Buffer]) -> None:
         if self._transport is not None and not self._ended and not self._transport.is_closing():
-            self._answer_bytes = sum(map(len, buffers))
-            self._written_bytes += self._answer_bytes
+            self._unread.wrote(sum(map(len, buffers)))
             if self._tls is None:
                 self._transport.writelines(buffers)
             else:
@@ -494,23 +498,11 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._door.answers.keep_below_ceiling(self)
 
     def count_unread(self) -> int:
-        """Returns the number of unread bytes, and passes it to the memory of answers.
-
-        The budget there counts bytes in buffers above the mark. The ceiling counts all answers with unread bytes. A
-        slave's link has its own limits.
-        """
+        """Returns the number of unread bytes, and passes it to the memory of answers. A slave's link has its own
+        limits."""
+        is_open = self._transport is not None and not self._transport.is_closing()
         unread_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
-        counted_bytes = 0 if self._writable else unread_bytes
-        self._door.answers.changed(self._counted_bytes, counted_bytes)
-        self._counted_bytes = counted_bytes
-        is_held = self._transport is not None and not self._transport.is_closing() and self._link is None
-        read_bytes = self._written_bytes - unread_bytes
-        if not unread_bytes:
-            self._empty_at_bytes = self._written_bytes
-        # An answer stays in memory whole until its last byte is sent.
-        held_bytes = min(unread_bytes + self._answer_bytes, self._written_bytes - self._empty_at_bytes)
-        self._door.answers.holds(self, held_bytes if is_held else 0, has_read=read_bytes > self._read_bytes)
-        self._read_bytes = read_bytes
+        self._unread.count(unread_bytes, is_above_mark=not self._writable, is_held=is_open and self._link is None)
         return unread_bytes
 
     def give_up(self) -> None:
@@ -537,7 +529,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             return
         now = self._loop.time()
         unsent_bytes = self.count_unread()
-        sent_bytes = self._written_bytes - unsent_bytes
+        sent_bytes = self._unread.written_bytes - unsent_bytes
         reads = sent_bytes > self._sent_bytes or not unsent_bytes
         if reads:
             self._sent_at = now

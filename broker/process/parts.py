@@ -117,7 +117,12 @@ def make_parts(
             connection.rights_changed()
             await asyncio.sleep(0)
 
+    async def tokens_changed() -> None:
+        for connection in [one for one in door.connections if one.has_token]:
+            connection.rights_changed()
+
     users.when_rights_change(rights_changed)
+    users.when_tokens_change(tokens_changed)
     return BrokerParts(status, transactions, keeper, housekeeping, scrubber, stats, door)
 
 

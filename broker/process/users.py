@@ -69,6 +69,9 @@ class Followed(Generic[T]):
         except CorruptData as error:
             log.error("%s", error)
             return
+        except ConnectError:
+            self._due.set()  # the watch may have been lost
+            raise
         if value != self.value:
             self.value = value
             await self.changed()
@@ -109,8 +112,17 @@ class KnownUsers:
         self._failures: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
 
     def when_rights_change(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Calls `call` after each change of the rules, the quotas or the tokens."""
-        self._rules.changed = self._quotas.changed = self._delegations.changed = call
+        """Calls `call` after each change of the rules or the quotas."""
+        self._rules.changed = self._quotas.changed = call
+
+    def when_tokens_change(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Calls `call` after each change of the tokens."""
+        self._delegations.changed = call
+
+    @property
+    def delegations(self) -> Delegations:
+        """The tokens, as last read."""
+        return self._delegations.value
 
     def owner(self, user: str) -> str | None:
         """Returns the principal of a user who has logged in; None: its token has ended."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from metamq.security.rights import Rule
 
 GENERATED_BYTES = 24
+SHOWN_MAX = 5
+"""Rights of a token in a table."""
 
 
 @click.group(cls=Group)
@@ -117,6 +120,50 @@ def remove(name: str, output: str) -> int:
     else:
         left = f" {count(len(rules), 'rule')} for that name stay: see `metamq acl list`." if rules else ""
         say(f"The user {name} is removed.{left}")
+    return 0
+
+
+@user.command()
+@TABLE_OR_JSON
+def tokens(output: str) -> int:
+    """Show the tokens by which tasks of Spark log in: whose they are, for what, and until when.
+
+    \b
+    metamq user tokens
+    metamq user tokens -o json
+    """
+    with current().admin() as admin:
+        found = admin.tokens()
+    if output == "json":
+        print_json([one._asdict() for one in found])
+        return 0
+    rows = []
+    for one in found:
+        rights = ", ".join(f"{right} {topic}" for right, topic in one.rights[:SHOWN_MAX])
+        more = " ..." if len(one.rights) > SHOWN_MAX else ""
+        expires = datetime.fromtimestamp(one.expires_ms / 1000).astimezone()
+        rows.append([one.principal, one.token_id, rights + more, expires.isoformat(" ", "seconds")])
+    print_table(["PRINCIPAL", "TOKEN", "RIGHTS", "EXPIRES"], rows)
+    return 0
+
+
+@user.command("end-tokens")
+@click.argument("principal")
+@TEXT_OR_JSON
+def end_tokens(principal: str, output: str) -> int:
+    """End all tokens of PRINCIPAL, a user or a certificate: their tasks fail. Queries that start later make new ones.
+
+    `user remove`, and `user add` with another password, do so, too.
+
+    \b
+    metamq user end-tokens etl
+    """
+    with current().admin() as admin:
+        admin.end_tokens(principal)
+    if output == "json":
+        print_json({"principal": principal})
+    else:
+        say(f"The tokens of {principal} are ended.")
     return 0
 
 
@@ -283,10 +330,6 @@ def list_quotas(output: str) -> int:
         ]
         print_table(["PRINCIPAL", "WRITE BYTES/S", "READ BYTES/S", "REQUESTS/S"], rows)
     return 0
-
-
-def _limit(per_second: int) -> str:
-    return f"{per_second:,}" if per_second else units.UNLIMITED
 
 
 @quota.command("remove")

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         PromotionPlan,
         RemovalPlan,
         ResetTo,
+        TokenDescription,
         TopicDescription,
         TopicSettings,
     )
@@ -292,6 +293,14 @@ class Admin:
     def explain_right(self, principal: str, right: str, resource: str) -> RightDecision:
         """Decides by the present rules if the principal may do this, and says by which rule. Raises ConfigError."""
         return self._call(admin_users.explain, principal, right, resource)
+
+    def tokens(self) -> list[TokenDescription]:
+        """Returns the tokens that programs have made for others, as for their tasks of Spark."""
+        return self._call(admin_users.all_tokens)
+
+    def end_tokens(self, principal: str) -> None:
+        """Ends all tokens of a principal, within a second. remove_user() and set_user() do so, too."""
+        self._call(admin_users.end_tokens, principal)
 
     def quotas(self) -> dict[str, Quota]:
         """Returns the quota of each principal that has one, by its name; "*": of all that have none."""

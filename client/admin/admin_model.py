@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 from metamq.client.net.branches import BranchDescription
 from metamq.zk.cluster.topics import Flush, TopicConfig
@@ -397,3 +397,14 @@ class BrokerStatistics:
     incarnation: int
     """The number of the incarnation. It rises when the replica may lack messages that it acknowledged."""
     partitions: tuple[PartitionStatistics, ...]
+
+
+class TokenDescription(NamedTuple):
+    """A token by which others do a part of what a principal may do, as tasks of Spark."""
+
+    principal: str
+    token_id: str
+    rights: tuple[tuple[str, str], ...]
+    """(right, topic); the topic "*": all on which the principal has the right."""
+    expires_ms: int
+    """Milliseconds since 1970."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from metamq.client.admin.admin_model import TokenDescription
+from metamq.security.delegation import without_tokens_of
 from metamq.security.login import make_verifiers
 from metamq.security.names import check_name
 from metamq.security.quotas import Quota, check_quota
 from metamq.security.rights import RightDecision, Rule, Rules, RuleTable, check_right, parse_resource, parse_rule
 from metamq.zk.names import check_name as check_topic_name
+from metamq.zk.security.delegations import DELEGATIONS
 from metamq.zk.security.quotas import QUOTAS, with_quota, without_quota
 from metamq.zk.security.rights import RULES, with_rules, without_rules
 from metamq.zk.security.users import USERS, with_user, without_user
@@ -28,11 +32,29 @@ async def set_user(cluster: ClusterClient, name: str, password: str) -> None:
     check_name(name)
     verifiers = make_verifiers(password)
     await USERS.change(cluster.session, lambda users: with_user(users, name, verifiers))
+    await end_tokens(cluster, name)
 
 
 async def remove_user(cluster: ClusterClient, name: str) -> None:
     """Removes a user. See Admin.remove_user."""
     await USERS.change(cluster.session, lambda users: without_user(users, name))
+    await end_tokens(cluster, name)
+
+
+async def all_tokens(cluster: ClusterClient) -> list[TokenDescription]:
+    """Returns the tokens that count, in order. See Admin.tokens."""
+    found = await DELEGATIONS.read(cluster.session)
+    now_ms = time.time_ns() // 1_000_000
+    return sorted(
+        TokenDescription(one.principal, token_id, tuple(sorted(one.rights)), one.expires_ms)
+        for token_id, one in found.items()
+        if one.expires_ms > now_ms
+    )
+
+
+async def end_tokens(cluster: ClusterClient, principal: str) -> None:
+    """Ends all tokens of a principal. See Admin.end_tokens."""
+    await DELEGATIONS.change(cluster.session, lambda tokens: without_tokens_of(tokens, principal))
 
 
 async def all_rules(cluster: ClusterClient) -> list[Rule]:

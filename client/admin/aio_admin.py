@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PromotionPlan,
         RemovalPlan,
         ResetTo,
+        TokenDescription,
         TopicDescription,
         TopicSettings,
     )
@@ -209,6 +210,14 @@ class Admin:
     async def explain_right(self, principal: str, right: str, resource: str) -> RightDecision:
         """See metamq.Admin.explain_right."""
         return await self._core.call(admin_users.explain, principal, right, resource)
+
+    async def tokens(self) -> list[TokenDescription]:
+        """See metamq.Admin.tokens."""
+        return await self._core.call(admin_users.all_tokens)
+
+    async def end_tokens(self, principal: str) -> None:
+        """See metamq.Admin.end_tokens."""
+        await self._core.call(admin_users.end_tokens, principal)
 
     async def quotas(self) -> dict[str, Quota]:
         """See metamq.Admin.quotas."""

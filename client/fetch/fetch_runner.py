@@ -104,8 +104,8 @@ class FetchRunner:
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _armed: dict[int, FetchRequest] = field(default_factory=dict, init=False)
     _closed_handles: deque[tuple[object, int]] = field(default_factory=deque, init=False)
-    _polls: deque[tuple[asyncio.Future[Response], float]] = field(default_factory=deque, init=False)
-    """The unanswered GETs, each with the time at which it is late."""
+    _polls: deque[tuple[asyncio.Future[Response], float, float]] = field(default_factory=deque, init=False)
+    """Unanswered GETs, each with the time at which it was sent, and the seconds in which an answer must come."""
     last_answer_s: float = field(default=0.0, init=False)
 
     def wake(self) -> None:
@@ -214,7 +214,7 @@ class FetchRunner:
             return  # the loop notices that the connection is closed
         poll.add_done_callback(lambda _done: self._changed.set())
         self.sink.sent(due)
-        self._polls.append((poll, asyncio.get_running_loop().time() + limits.wait_ms / 1000 + ANSWER_LATE_S))
+        self._polls.append((poll, asyncio.get_running_loop().time(), limits.wait_ms / 1000 + ANSWER_LATE_S))
 
     async def _wait(self, loop: asyncio.AbstractEventLoop, connection: BrokerConnection | None) -> None:
         """Waits for a change: a due request, an answer, a broken connection, or an answer that is late."""
@@ -239,8 +239,8 @@ class FetchRunner:
         """Returns the time of the loop at which the answer to the first poll is late."""
         if not self._polls:
             return None
-        late = self._polls[0][1]
-        return late if connection is None else max(late, connection.delays.ends_at_s + ANSWER_LATE_S)
+        _poll, sent_at_s, patience_s = self._polls[0]
+        return patience_s + (sent_at_s if connection is None else max(sent_at_s, connection.delays.ends_at_s))
 
     def _answered(self, poll: asyncio.Future[Response]) -> None:
         error = poll.exception()

@@ -44,14 +44,19 @@ class DelegatedToken:
 
     @classmethod
     def new(
-        cls, cluster: ClusterClient, config: SecurityConfig, rights: frozenset[tuple[str, str]], lifetime_s: float
+        cls,
+        cluster: ClusterClient,
+        config: SecurityConfig,
+        rights: frozenset[tuple[str, str]],
+        lifetime_s: float,
+        seed: bytes | None = None,
     ) -> DelegatedToken:
-        """Returns a new token, which renew() makes at brokers. `config` is the security of this client. Raises
-        ConfigError."""
-        return cls(cluster, make_token(config), rights, lifetime_s)
+        """Returns a token, which renew() makes at brokers. `config` is the security of this client. The same `seed`
+        gives the same token; None: a new one. Raises ConfigError."""
+        return cls(cluster, make_token(config, seed), rights, lifetime_s)
 
     async def renew(self) -> None:
-        """Makes the token, or renews it, at all brokers that answer.
+        """Makes the token, or renews it, at all brokers that answer. One with half of its lifetime is left as it is.
 
         Raises ConnectError if none does, NotAuthorized if this client has not the rights, ConfigError.
         """
@@ -91,8 +96,9 @@ class DelegatedToken:
         answers = await asyncio.gather(*(self._ask(at, lifetime_s) for at in addresses), return_exceptions=True)
         for at, answer in zip(addresses, answers, strict=True):
             if isinstance(answer, MetamqError):
-                log.info("broker %d does not know a token: %s", at.broker_id, answer)
-            elif answer is not None and not isinstance(answer, Delegated):
+                does = "renews" if lifetime_s else "ends"
+                log.info("broker %d neither makes nor %s a token: %s", at.broker_id, does, answer)
+            elif isinstance(answer, BaseException):
                 raise answer
 
     async def _ask(self, at: BrokerAddress, lifetime_s: float) -> Delegated:

@@ -290,7 +290,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
         The time of a delay does not count (metamq.client.net.delays).
         """
         future = self.send(command, header, bodies)
-        expiry = self._loop.call_later(timeout_s, self._expire, future, timeout_s)  # asyncio.timeout() costs threefold
+        expiry = _Expiry(self._loop, self.delays, future, timeout_s)
         try:
             response = await future
         except TimeoutError:
@@ -300,15 +300,6 @@ class BrokerConnection(asyncio.BufferedProtocol):
         if response.status != status.OK:
             raise status.decode_error(response.status, response.header)
         return response.header
-
-    def _expire(self, future: asyncio.Future[Response], timeout_s: float) -> None:
-        left_s = self.delays.ends_at_s + timeout_s - time.monotonic()
-        if future.done():
-            return
-        if left_s > 0:
-            self._loop.call_later(left_s, self._expire, future, timeout_s)
-        else:
-            future.set_exception(TimeoutError())
 
     async def stream(self, header: Any, pushed: Callable[[Any, memoryview], None], *, timeout_s: float) -> Any:
         """Turns the connection into a stream by a SYNC request. Returns the answer to the request.
@@ -354,6 +345,26 @@ def another_answered(address: str, broker_id: int, expected: int) -> ConnectErro
     Different brokers have partitions of the same topic and index: only the broker id identifies the right one.
     """
     return ConnectError(address, f"broker {broker_id} is there, not broker {expected}")
+
+
+class _Expiry:
+    """The time-out of one request. It costs a third of asyncio.timeout()."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, delays: Delays, future: asyncio.Future[Response], timeout_s: float
+    ) -> None:
+        self._loop, self._delays, self._future, self._timeout_s = loop, delays, future, timeout_s
+        self._timer = loop.call_later(timeout_s, self._due)
+
+    def _due(self) -> None:
+        left_s = self._delays.ends_at_s + self._timeout_s - time.monotonic()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._due)
+        elif not self._future.done():
+            self._future.set_exception(TimeoutError())
+
+    def cancel(self) -> None:
+        self._timer.cancel()
 
 
 _Place = tuple[int, str, int, str]

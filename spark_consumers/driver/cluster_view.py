@@ -22,6 +22,7 @@ from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ConnectError, MetamqError, PartitionNotFound, TopicNotFound
 from metamq.security.delegation import rights_on
 from metamq.security.rights import READ
+from metamq.spark_consumers.source.driver_secret import token_seed
 from metamq.spark_consumers.source.replicas import ReplicaAddress, replicas_of
 from metamq.zk.groups.members import check_empty
 from metamq.zk.groups.ownership import CommittedOffset, reset_offset
@@ -81,9 +82,11 @@ class ClusterView:
     def delegated(
         self, access: ClusterAccess, topics: Collection[str], lifetime_s: float, *, keep: bool
     ) -> ClusterAccess:
-        """Returns the access of tasks that read these topics: by a token, if this process can give one.
+        """Returns the access of tasks that read these topics: by a token.
 
-        `keep`: the token is renewed until close(), which ends it. Raises ConnectError, NotAuthorized, ConfigError.
+        `keep`: the token is this view's own, renewed until close(), which ends it. Otherwise it is that of all queries
+        of this user's drivers with the same rights, and ends by itself. Raises ConnectError, NotAuthorized,
+        ConfigError.
         """
         return self._run(self._delegated(access, topics, lifetime_s, keep))
 
@@ -91,11 +94,14 @@ class ClusterView:
         self, access: ClusterAccess, topics: Collection[str], lifetime_s: float, keep: bool
     ) -> ClusterAccess:
         rights = rights_on(READ, topics)
+        if not keep:
+            seed = token_seed(access.security, rights)
+            shared = DelegatedToken.new(self._cluster, access.security, rights, lifetime_s, seed)
+            await shared.renew()
+            return access._replace(security=shared.config)
         if self._token is None or not rights <= self._token.rights:
             token = DelegatedToken.new(self._cluster, access.security, rights, lifetime_s)
             await token.renew()
-            if not keep:
-                return access._replace(security=token.config)
             await self._end_token()
             self._token, self._keeping = token, asyncio.ensure_future(token.keep())
         return access._replace(security=self._token.config)
@@ -104,6 +110,7 @@ class ClusterView:
         if self._token is not None:
             if self._keeping is not None:
                 self._keeping.cancel()
+                await asyncio.wait([self._keeping])  # a renewal in progress could make the token again
             with contextlib.suppress(MetamqError):
                 await self._token.end()
             self._token = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, TopicNotFound
@@ -152,9 +152,12 @@ def tasks(
     ranges: Iterable[OffsetRange],
     epochs: Mapping[TopicPartition, tuple[int, int]] | None = None,
     *,
+    topics: Collection[str],
     is_last: bool = True,
 ) -> list[FetchTask]:
-    """Returns the tasks for the ranges, cut as the options say. `is_last`: the query has no further batch.
+    """Returns the tasks for the ranges, cut as the options say.
+
+    `topics`: those of the whole query. `is_last`: it has no further batch.
 
     `epochs`: (epoch of the message before the range, epoch of its last message), if known.
     """
@@ -162,7 +165,6 @@ def tasks(
     with_slaves = options.read_from == "any"
     access = options.access
     if access.security.is_on and options.token_lifetime_s and pieces:
-        topics = {piece.tp.topic for piece in pieces}
         access = view.delegated(access, topics, options.token_lifetime_s, keep=not is_last)
     try:
         replicas = view.replicas({piece.tp for piece in pieces}, with_slaves=with_slaves)

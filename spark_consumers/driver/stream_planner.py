@@ -197,8 +197,9 @@ class StreamPlanner:
             return []
         first = first_places(from_json(start), last)
         ranges = [OffsetRange(tp, place.topic_id, first[tp].offset, place.offset) for tp, place in last.reached.items()]
+        topics = {tp.topic for tp in last.reached}
         epochs = {tp: (first[tp].epoch, place.epoch) for tp, place in last.reached.items()}
-        return planning.tasks(self._opened(), self._options, ranges, epochs, is_last=False)
+        return planning.tasks(self._opened(), self._options, ranges, epochs, topics=topics, is_last=False)
 
     def close(self) -> None:
         """Disconnects."""

@@ -46,7 +46,7 @@ class Connected:
         """Raises ConnectError if ZooKeeper is not reached in `patience_s` and at least one try; ConfigError."""
         self.background = background()
         self._senders: dict[tuple[Codec, float], ColumnarSender] = {}
-        self.cluster = _patiently(lambda: self.background.run(self._open(access)), patience_s)
+        self.cluster = patiently(lambda: self.background.run(self._open(access)), patience_s)
         self.ends = BranchEnds(self.cluster)
 
     async def _open(self, access: ClusterAccess) -> ClusterClient:
@@ -113,10 +113,10 @@ class SinkClient:
         known = self.cluster.configs.get(name)  # a watch keeps it current
         if known is not None:
             return known
-        return _patiently(lambda: self.background.run(self.cluster.topic(name)), self.options.delivery_timeout_s)
+        return patiently(lambda: self.background.run(self.cluster.topic(name)), self.options.delivery_timeout_s)
 
 
-def _patiently(call: Callable[[], T], patience_s: float) -> T:
+def patiently(call: Callable[[], T], patience_s: float) -> T:
     """Calls again while there is no connection. Raises the last ConnectError after the time-out."""
     deadline_s = time.monotonic() + patience_s
     while True:

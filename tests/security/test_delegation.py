@@ -25,12 +25,14 @@ from metamq.security.delegation import (
     RIGHTS_MAX,
     Delegation,
     check_rights,
+    check_verifier,
     find_token,
     make_token,
     rights_on,
     verifier_of,
     with_token,
     without_token,
+    without_tokens_of,
 )
 from metamq.security.login import make_verifiers
 from metamq.security.rights import READ, WRITE, Access, RuleTable, parse_rule
@@ -40,10 +42,13 @@ from metamq.wire import status
 from metamq.wire.commands import LATEST, Command, Delegate, DelegatedRight, OffsetsEntry, OffsetsResult, Stats
 from metamq.wire.status import decode_error
 from metamq.zk.security.delegations import DELEGATIONS
+from metamq.zk.session.session import Session
 from tests.parts import SLOW_S, wait_until
+from tests.security.nodes import run
 from tests.security.raw_client import RawClient, of
 
 NOW_MS = 1_000_000
+FAR_MS = 1 << 50
 VERIFIERS = {MECHANISM: make_verifiers("a long enough secret")[MECHANISM]}
 
 
@@ -61,9 +66,11 @@ def test_a_token_is_found_until_it_expires() -> None:
 
 def test_tokens_are_added_renewed_and_ended_by_their_own_client_only() -> None:
     known = with_token({}, "abc", token(), NOW_MS)
-    assert with_token(known, "abc", token(expires_ms=NOW_MS + 100_900), NOW_MS) is known, "asked at the next broker"
-    renewed = with_token(known, "abc", token(expires_ms=NOW_MS + 150_000), NOW_MS)
-    assert renewed["abc"].expires_ms == NOW_MS + 150_000
+    assert with_token(known, "abc", token(expires_ms=NOW_MS + 200_000), NOW_MS) is known, "it has half of the time"
+    assert with_token(known, "abc", token(expires_ms=NOW_MS + 10_000), NOW_MS) is known, "it is never shortened"
+    renewed = with_token(known, "abc", token(expires_ms=NOW_MS + 250_000), NOW_MS)
+    assert renewed["abc"].expires_ms == NOW_MS + 250_000
+    assert without_tokens_of({**known, "x": token("other")}, "etl") == {"x": token("other")}
     with pytest.raises(ConfigError, match="of another client"):
         with_token(known, "abc", token("other"), NOW_MS)
     assert without_token(known, "abc", "other") == known
@@ -77,7 +84,10 @@ def test_one_client_leaves_room_for_others() -> None:
     with pytest.raises(ConfigError, match="etl has 100 tokens"):
         with_token(full, "more", token(), NOW_MS)
     assert "more" in with_token(full, "more", token("other"), NOW_MS)
-    assert "t0" in with_token(full, "t0", token(expires_ms=NOW_MS + 200_000), NOW_MS)
+    assert "t0" in with_token(full, "t0", token(expires_ms=NOW_MS + 300_000), NOW_MS)
+    long = token()._replace(rights=frozenset((READ, f"{number:0200}") for number in range(RIGHTS_MAX)))
+    with pytest.raises(ConfigError, match="name topics with 80,"):
+        with_token({"long": long}, "more", long, NOW_MS)
 
 
 def test_the_rights_of_a_token() -> None:
@@ -133,6 +143,28 @@ def test_a_holder_knows_the_secret_and_shows_it_nowhere(authority: Authority) ->
     assert config.is_on
     with pytest.raises(ConfigError, match="cannot be read"):
         make_token(SecurityConfig(ca="/nowhere/ca.crt"))
+
+
+def test_a_seed_gives_the_same_token_and_no_seed_a_new_one(authority: Authority) -> None:
+    config = SecurityConfig(ca=str(authority.folder / "ca.crt"))
+    assert make_token(config, b"seed") == make_token(config, b"seed")
+    assert make_token(config, b"seed") != make_token(config, b"other")
+    assert make_token(config) != make_token(config)
+
+
+def test_verifiers_that_are_not_stored(authority: Authority) -> None:
+    good = verifier_of(make_token(SecurityConfig(ca=str(authority.folder / "ca.crt"))))
+    check_verifier(good)
+    wrong = (
+        {"salt": b"x" * 5000},
+        {"stored_key": b""},
+        {"server_key": b"x" * 65},
+        {"iterations": -1},
+        {"iterations": 10**8},
+    )
+    for fields in wrong:
+        with pytest.raises(ConfigError, match="SCRAM-SHA-512"):
+            check_verifier(good._replace(**fields))
 
 
 def test_the_node() -> None:
@@ -239,13 +271,28 @@ def test_tokens_that_cannot_be(
     secure: Cluster, authority: Authority, name: str, token_id: str, rights: list[Any], words: str
 ) -> None:
     with RawClient(secure, authority, name) as client, pytest.raises(MetamqError, match=words):
-        client.ask(Command.DELEGATE, [token_id, rights, 60, b"salt", b"stored", b"server", 4096])
+        client.ask(Command.DELEGATE, [token_id, rights, 60, *VERIFIERS[MECHANISM]])
+
+
+def test_who_has_a_right_on_no_topic_delegates_nothing_on_all_topics(
+    secure: Cluster, authority: Authority, name: str
+) -> None:
+    with RawClient(secure, authority, name) as client:
+        for rights in ([(READ, "*")], [(WRITE, "*")]):
+            with pytest.raises(NotAuthorized, match="topic:\\*"):
+                client.ask(Command.DELEGATE, ["abc", rights, 60, *VERIFIERS[MECHANISM]])
+
+
+def test_any_time_is_answered(secure: Cluster, authority: Authority, name: str, security: SecurityConfig) -> None:
+    with RawClient(secure, authority, name) as client:
+        for lifetime_s in (-(2**63), -1, 0, 2**63 - 1, 0):
+            client.ask(Command.DELEGATE, ["abc", [(READ, name)], lifetime_s, *VERIFIERS[MECHANISM]])
 
 
 def test_brokers_do_not_delegate(secure: Cluster, authority: Authority) -> None:
     """A holder of their token could act on behalf of others."""
     with RawClient(secure, authority, "brokers") as client, pytest.raises(ConfigError, match="can delegate"):
-        client.ask(Command.DELEGATE, ["abc", [(READ, "t")], 60, b"salt", b"stored", b"server", 4096])
+        client.ask(Command.DELEGATE, ["abc", [(READ, "t")], 60, *VERIFIERS[MECHANISM]])
 
 
 def test_a_holder_writes(secure: Cluster, security: SecurityConfig, name: str) -> None:
@@ -310,6 +357,33 @@ def test_a_rule_counts_for_holders_too(secure: Cluster, security: SecurityConfig
         holder.connection.abort()
 
     with_a_token(secure, security, {(READ, name)}, use)
+
+
+def test_an_administrator_lists_and_ends_tokens(secure: Cluster, security: SecurityConfig, name: str) -> None:
+    async def use(token: DelegatedToken) -> None:
+        holder = await asyncio.to_thread(Holder, secure, token.config)
+        with secure.admin() as admin:
+            (found,) = [one for one in admin.tokens() if one.principal == name]
+            assert (found.token_id, found.rights) == (token.config.token_id, ((READ, name),))
+            await asyncio.to_thread(admin.end_tokens, name)
+            await asyncio.to_thread(wait_until, lambda: is_closed(holder, name), what="the end of the connection")
+            assert not [one for one in admin.tokens() if one.principal == name]
+
+    with_a_token(secure, security, {(READ, name)}, use)
+
+
+def test_the_tokens_of_a_user_end_with_its_password(secure: Cluster, authority: Authority, name: str) -> None:
+    with secure.admin() as admin:
+
+        async def add(session: Session) -> None:
+            await DELEGATIONS.change(session, lambda known: {**known, f"of-{name}": token(name, FAR_MS)})
+
+        for change in (lambda: admin.set_user(name, "another password"), lambda: admin.remove_user(name)):
+            admin.set_user(name, "the first password")
+            run(secure, secure.security, add)
+            assert [one for one in admin.tokens() if one.principal == name]
+            change()
+            assert not [one for one in admin.tokens() if one.principal == name]
 
 
 def test_the_name_of_a_token_is_no_password(secure: Cluster, security: SecurityConfig, name: str) -> None:

@@ -59,10 +59,10 @@ class Neighbour:
         self._kept: list[TlsClient] = []
         self.begun = Counter[str]()
 
-    def run(self, until_s: float) -> None:
+    def run(self, duration_s: float) -> None:
         """Acts in THREADS threads at a time, and prints how often each act was begun."""
         with ThreadPoolExecutor(THREADS) as threads:
-            for done in [threads.submit(self._act, time.monotonic() + until_s) for _ in range(THREADS)]:
+            for done in [threads.submit(self._act, time.monotonic() + duration_s) for _ in range(THREADS)]:
                 done.result()
         for client in self._kept:
             client.socket.close()
@@ -121,7 +121,7 @@ class Neighbour:
     def act_delegate(self, client: TlsClient) -> None:
         for number in range(50):
             rights = [DelegatedRight("read", "*")]
-            client.ask(Command.DELEGATE, Delegate(f"t-{number}", rights, 60, b"salt", b"a", b"b", 4096))
+            client.ask(Command.DELEGATE, Delegate(f"t-{number}", rights, 60, b"s" * 16, b"a" * 64, b"b" * 64, 4096))
 
     def act_park(self, client: TlsClient) -> None:
         opened = [GetPartition(handle, f"none-{handle}", "", 0) for handle in range(1, REQUEST_ENTRIES_MAX)]

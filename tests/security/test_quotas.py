@@ -30,6 +30,7 @@ from metamq.security.quotas import (
     Meter,
     Meters,
     Quota,
+    QuotaWait,
     check_quota,
     quota_of,
 )
@@ -43,6 +44,7 @@ from tests.security.raw_client import RawClient, of
 MB = 1_000_000
 WATCHER = "watcher"
 PAST_S = 1_000.0
+NOTHING = QuotaWait(0.0, "", 0)
 
 
 @given(
@@ -53,7 +55,7 @@ def test_in_any_time_no_more_than_the_quota_is_used_and_all_of_it_can_be(
     per_second: int, amounts: list[tuple[int, float]]
 ) -> None:
     meter, now_s, used, waited_s = Meter(Quota(write_bytes_s=per_second)), PAST_S, 0, 0.0
-    largest = 0
+    taken: list[tuple[float, int]] = []
     for amount, pause_s in amounts:
         now_s += pause_s
         while (wait := meter.wait(now_s)) is not None:
@@ -62,9 +64,13 @@ def test_in_any_time_no_more_than_the_quota_is_used_and_all_of_it_can_be(
             now_s += wait.wait_s
         meter.take(WRITE_BYTES, amount, now_s)
         used += amount
-        largest = max(largest, amount)
-        elapsed_s = now_s - PAST_S
-        assert used <= per_second * (elapsed_s + BURST_S + WAIT_LEAST_S) + largest + 1e-3
+        taken.append((now_s, amount))
+    for first, (from_s, _amount) in enumerate(taken):
+        in_window = 0
+        for to_s, amount in taken[first:]:
+            in_window += amount
+            limit = per_second * (to_s - from_s + BURST_S + WAIT_LEAST_S) + amount
+            assert in_window <= limit * (1 + 1e-6) + 1e-3
     if waited_s:  # it waited for nothing that was not used
         assert waited_s <= used / per_second
 
@@ -90,6 +96,29 @@ def test_a_new_quota_counts_for_what_was_used_before() -> None:
     assert meters.find("etl", large, PAST_S) is meter
     assert meter.wait(PAST_S) is not None
     assert meters.find("etl", {}, PAST_S) is None
+
+
+def test_a_quota_that_is_corrected_counts_at_once() -> None:
+    meters, typo, right = Meters(), {"etl": Quota(write_bytes_s=10)}, {"etl": Quota(write_bytes_s=10 * MB)}
+    meter = meters.find("etl", typo, PAST_S)
+    assert meter is not None
+    meter.take(WRITE_BYTES, MB, PAST_S)
+    assert meter.wait(PAST_S) is not None
+    assert meters.find("etl", right, PAST_S) is meter
+    assert (meter.wait(PAST_S) or NOTHING).wait_s < 0.2, "1 MB at 10 MB/s"
+    meter.take(WRITE_BYTES, 100 * MB, PAST_S)
+    assert meters.find("etl", {}, PAST_S) is None
+    again = meters.find("etl", right, PAST_S)
+    assert again is not None
+    assert again.wait(PAST_S) is None, "it was removed in between"
+
+
+def test_open_connections_keep_one_meter() -> None:
+    meters, quotas = Meters(), {"*": Quota(requests_s=1)}
+    kept = meters.find("etl", quotas, PAST_S)
+    for number in range(3 * METERS_KEPT):
+        meters.find(f"p-{number}", quotas, PAST_S)
+    assert meters.find("etl", quotas, PAST_S) is kept
 
 
 def test_who_connects_again_still_has_to_pay_and_meters_are_forgotten_when_nothing_is_to_pay() -> None:
@@ -289,7 +318,7 @@ def test_a_message_that_is_not_sent_in_time_names_the_quota(
 def test_large_frames_that_wait_take_no_memory(
     secure: Cluster, authority: Authority, name: str, security: SecurityConfig
 ) -> None:
-    """Twenty connections of one principal with frames of a megabyte: one is read, and the others wait in the kernel."""
+    """Ten connections of one principal with frames of a megabyte: one is read, and the others wait in the kernel."""
     set_and_wait(secure, authority, name, write_bytes_s=10_000)
     producers = [Producer(secure.zookeeper, security=security, linger_ms=0) for _ in range(10)]
     try:

@@ -57,7 +57,8 @@ def planned(running: Cluster, topic: str, **options: str) -> list[FetchTask]:
     given = {"zookeeper": running.zookeeper, "subscribe": topic, "readFiles": "false", **options}
     parsed = parse_options(given, streaming=False)
     with ClusterView(parsed.access) as view:
-        return tasks(view, parsed, batch_ranges(view, parsed))
+        ranges = batch_ranges(view, parsed)
+        return tasks(view, parsed, ranges, topics={one.tp.topic for one in ranges})
 
 
 def batches(task: FetchTask) -> Iterator[pa.RecordBatch]:

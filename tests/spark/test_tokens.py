@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
-from metamq import Admin, Producer
-from metamq.errors import AuthenticationFailed, ConfigError, ConnectError, MetamqError, NotAuthorized
+from metamq import Admin, Producer, SecurityConfig
+from metamq.errors import AuthenticationFailed, ConfigError, ConnectError, NotAuthorized
 from metamq.security.certificates import Authority
 from metamq.security.config import DelegatedConfig
 from metamq.security.rights import READ, WRITE
 from metamq.spark_consumers.driver.cluster_view import ClusterView
 from metamq.spark_consumers.driver.planning import batch_ranges, tasks
 from metamq.spark_consumers.sink import sink_client
-from metamq.spark_consumers.sink.sink import SinkToken
-from metamq.spark_consumers.sink.sink_options import parse_sink_options
+from metamq.spark_consumers.sink.sink import for_tasks
+from metamq.spark_consumers.sink.sink_options import SinkOptions, parse_sink_options
 from metamq.spark_consumers.source.connection_pool import ConnectionKey, connection_pool
+from metamq.spark_consumers.source.driver_secret import token_seed
 from metamq.spark_consumers.source.fetch import FetchTask, fetch
 from metamq.spark_consumers.source.options import parse_options
 from metamq.testing import Cluster, cluster
@@ -65,6 +66,7 @@ def driver(secure: Cluster, folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     """The environment of a driver that logs in by password; returns the file with it."""
     password = tmp_path / "password"
     password.write_text(PASSWORD)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     settings = {"CA": folder / "ca.crt", "USER": "etl", "PASSWORD_FILE": password}
     for name, value in settings.items():
         monkeypatch.setenv(f"METAMQ_SECURITY_{name}", str(value))
@@ -75,7 +77,8 @@ def planned(secure: Cluster, **options: str) -> list[FetchTask]:
     given = {"zookeeper": secure.zookeeper, "subscribe": TOPIC, "readFiles": "false", **options}
     parsed = parse_options(given, streaming=False)
     with ClusterView(parsed.access) as view:
-        return tasks(view, parsed, batch_ranges(view, parsed))
+        ranges = batch_ranges(view, parsed)
+        return tasks(view, parsed, ranges, topics={one.tp.topic for one in ranges})
 
 
 def rows(task: FetchTask) -> int:
@@ -192,27 +195,62 @@ def sinks() -> Iterator[None]:
         connected.background.run(connected.close())
 
 
-def sink(secure: Cluster, **options: str) -> SinkToken:
-    given = {"zookeeper": secure.zookeeper, "topic": TOPIC, **options}
-    return SinkToken(parse_sink_options(given, streaming=False))
+def sink(secure: Cluster, **options: str) -> SinkOptions:
+    """The options of the tasks."""
+    return for_tasks(parse_sink_options({"zookeeper": secure.zookeeper, "topic": TOPIC, **options}, streaming=False))
 
 
 def test_a_sinks_token_is_for_its_topic(secure: Cluster, driver: Path, sinks: None) -> None:
     made = sink(secure)
-    security = made.task_options.access.security
+    security = made.access.security
     assert isinstance(security, DelegatedConfig)
     assert PASSWORD.encode() not in pickle.dumps(made)
     with Producer(secure.zookeeper, security=security, linger_ms=0) as producer:
         producer.send(TOPIC, b"by token").result(30)
         with pytest.raises(NotAuthorized):
             producer.send("other", b"by token").result(30)
-        made.renew()
-        made.end()
-    with pytest.raises(MetamqError), Producer(secure.zookeeper, security=security, delivery_timeout_s=2) as producer:
-        producer.send(TOPIC, b"too late").result(30)
+
+
+def test_many_batches_have_one_token_for_reading_and_one_for_writing(
+    secure: Cluster, driver: Path, sinks: None
+) -> None:
+    """Spark makes the writer of a stream again for each batch and each commit, and plans each batch query anew."""
+    with secure.admin() as admin:
+        admin.end_tokens("etl")
+    read = {task.access.security for _ in range(30) for task in planned(secure)}
+    written = {sink(secure).access.security for _ in range(120)}
+    assert (len(read), len(written)) == (1, 1)
+    with secure.admin() as admin:
+        own = [token for token in admin.tokens() if token.principal == "etl"]
+    assert len(own) == 2
+
+
+def test_a_sink_is_planned_while_zookeeper_is_frozen(secure: Cluster, driver: Path, sinks: None) -> None:
+    """The token is there, with most of its time: brokers look at what they know."""
+    before = sink(secure)
+    secure.zookeeper_server.freeze()
+    try:
+        assert sink(secure) == before
+    finally:
+        secure.zookeeper_server.thaw()
 
 
 def test_exactly_once_has_no_token(secure: Cluster, driver: Path, sinks: None) -> None:
-    assert sink(secure, delivery="exactly_once").task_options.access.security.password_file == str(driver)
+    assert sink(secure, delivery="exactly_once").access.security.password_file == str(driver)
     with pytest.raises(ConfigError, match="are for delivery=at_least_once"):
         sink(secure, delivery="exactly_once", delegation="true")
+
+
+def test_the_secret_of_drivers_is_kept_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    config, rights = SecurityConfig(ca="ca.crt", user="etl", password_file="p"), frozenset({(READ, TOPIC)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        seed = token_seed(config, rights)
+        assert seed is not None
+        assert seed == token_seed(config, rights)
+        assert seed != token_seed(replace(config, user="other"), rights)
+        assert seed != token_seed(config, frozenset({(WRITE, TOPIC)}))
+        (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert file.stat().st_mode & 0o777 == 0o600
+        file.write_bytes(b"")
+        assert token_seed(config, rights) is None

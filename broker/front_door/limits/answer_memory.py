@@ -99,3 +99,42 @@ class AnswerMemory:
                 return
             if holder is not writer:
                 holder.give_up()
+
+
+class UnreadAnswers:
+    """The unread bytes of one connection, as the memory of all answers counts them."""
+
+    def __init__(self, memory: AnswerMemory, holder: AnswerHolder) -> None:
+        self.written_bytes = 0
+        self._memory = memory
+        self._holder = holder
+        self._counted_bytes = 0
+        """Bytes that the budget counts for this connection."""
+        self._read_bytes = 0
+        """Bytes that the client had read at the last count."""
+        self._answer_bytes = 0
+        """The size of the last answer."""
+        self._empty_at_bytes = 0
+        """Bytes written at the last count at which all of them were read."""
+
+    def wrote(self, size: int) -> None:
+        """Notes an answer."""
+        self._answer_bytes = size
+        self.written_bytes += size
+
+    def count(self, unread_bytes: int, *, is_above_mark: bool, is_held: bool) -> None:
+        """Passes the number of unread bytes on.
+
+        The budget counts bytes in buffers above the mark. The ceiling counts all answers with unread bytes, of
+        connections that are `held`.
+        """
+        counted_bytes = unread_bytes if is_above_mark else 0
+        self._memory.changed(self._counted_bytes, counted_bytes)
+        self._counted_bytes = counted_bytes
+        read_bytes = self.written_bytes - unread_bytes
+        if not unread_bytes:
+            self._empty_at_bytes = self.written_bytes
+        # An answer stays in memory whole until its last byte is sent.
+        held_bytes = min(unread_bytes + self._answer_bytes, self.written_bytes - self._empty_at_bytes)
+        self._memory.holds(self._holder, held_bytes if is_held else 0, has_read=read_bytes > self._read_bytes)
+        self._read_bytes = read_bytes

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from metamq.wire.limits import DELAY_MS_MAX
 
 if TYPE_CHECKING:
-    from metamq.security.quotas import Meter, QuotaWait
+    from metamq.security.quotas import Meter, Quota, QuotaWait
 
 
 class Throttle:
@@ -30,6 +30,7 @@ class Throttle:
         """`begins` is called when a wait begins, `ends` when it is over: then ask again."""
         self.meter: Meter | None = None
         """None: the principal has no quota."""
+        self._quota: Quota | None = None
         self._loop = loop
         self._begins = begins
         self._ends = ends
@@ -56,8 +57,11 @@ class Throttle:
         self._ends()
 
     def change(self, meter: Meter | None) -> None:
-        """Takes another meter, or none, and ends a wait."""
-        self.meter = meter
+        """Takes another meter, or none. If its quota is another one, a wait ends: the next request asks again."""
+        quota = meter.quota if meter is not None else None
+        if meter is self.meter and quota == self._quota:
+            return
+        self.meter, self._quota = meter, quota
         if self._timer is not None:
             self.close()
             self._ends()
