@@ -18,6 +18,7 @@ from metamq.client.fetch.fetch_queue import FetchRequest, FetchRequestQueue
 from metamq.client.fetch.fetch_runner import FetchLimits, FetchRunner
 from metamq.client.fetch.start_offsets import OffsetFinder
 from metamq.client.net.cluster import MASTER, ClusterClient, Source
+from metamq.client.net.delays import Delays
 from metamq.client.producer.outgoing import OutgoingBatch
 from metamq.client.producer.sender import Sender
 from metamq.errors import MetamqError, StorageError, TopicNotFound
@@ -83,6 +84,7 @@ class Paper:
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
+        self.delays = Delays(self.address)
         self._client, self._server = ClientConnection(self.address, "test"), ServerConnection("test", GREETING)
         (greeted,) = feed(self._server, self._client.hello())
         assert feed(self._client, greeted.buffers) == []
