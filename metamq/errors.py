@@ -255,11 +255,13 @@ class DeliveryTimeout(MetamqError, TimeoutError):
     retriable = True
     outcome: Outcome = "unknown"
 
-    def __init__(self, what: str, timeout_s: float, reason: str = "", *, outcome: Outcome = "unknown") -> None:
+    def __init__(
+        self, what: str, timeout_s: float, reason: str = "", *, hint: str = "", outcome: Outcome = "unknown"
+    ) -> None:
         tail = f" (last error: {reason})" if reason else ""
         super().__init__(
             f"{what} was not acknowledged within {timeout_s:g} s{tail}",
-            hint="Check that the broker is up with `metamq doctor`.",
+            hint=hint or "Check that the broker is up with `metamq doctor`.",
             outcome=outcome,
         )
         self.timeout_s = timeout_s

@@ -130,13 +130,16 @@ def quota_of(quotas: Quotas, principal: str) -> Quota:
 
 def check_quota(principal: str, quota: Quota) -> None:
     """Raises ConfigError if no such quota can be set."""
+    if not isinstance(principal, str):
+        raise ConfigError(f"the principal is {principal!r}", hint="Give the name of a user or of a certificate.")
     if principal != ANY_PRINCIPAL:
         check_name(principal)
     if principal in SUPERUSERS:
         raise ConfigError(f"{principal!r} never has a quota", hint="Give the program another certificate.")
     for name, limit in quota._asdict().items():
-        if not 0 <= limit <= LIMIT_MAX:
-            raise ConfigError(f"{name} is {limit:,}", hint=f"It is from 1 to {LIMIT_MAX:,}, or 0 for no limit.")
+        if type(limit) is not int or not 0 <= limit <= LIMIT_MAX:
+            hint = f"It is a whole number from 1 to {LIMIT_MAX:,}, or 0 for no limit."
+            raise ConfigError(f"{name} is {limit!r}"[:80], hint=hint)
     if quota == NO_QUOTA:
         raise ConfigError(
             f"the quota of {principal!r} has no limit", hint="Set one, or remove the quota: `metamq quota remove`."

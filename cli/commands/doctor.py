@@ -43,6 +43,7 @@ from metamq.zk.cluster.node_acls import open_groups, wrong_nodes
 from metamq.zk.documents import collect_skipped
 from metamq.zk.groups.members import owned_partitions, read_members
 from metamq.zk.groups.plans import PLAN_BYTES_MAX, PLAN_HINT, read_plan
+from metamq.zk.security.lists import damaged_lists
 from metamq.zk.server import jars
 from metamq.zk.server.java import find_java, java_version
 from metamq.zk.servers import parse_servers
@@ -241,6 +242,8 @@ async def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
         if access.security.zookeeper_tls and (wrong := await wrong_nodes(cluster.session, enough=1)):
             problem = f"on, and others can change nodes in ZooKeeper, as {wrong[0]}"
             return Finding(what, "warning", problem, "`metamq security migrate` corrects that.")
+        if damaged := await damaged_lists(cluster.session):
+            return Finding(what, "problem", damaged[0].problem, damaged[0].hint)
         if access.security.zookeeper_tls and (names := await open_groups(cluster.session)):
             problem = f"on, and each client can change {count(len(names), 'group')}, as {names[0]}"
             return Finding(what, "warning", problem, "`metamq group owner` gives a group an owner.")

@@ -279,8 +279,8 @@ def _eviction(found: GroupDescription, consumer_id: str) -> list[str]:
 def owner(name: str, principal: str, output: str) -> int:
     """Give a group to the user or certificate PRINCIPAL; '*': to all clients. Stop its members first.
 
-    With TLS to ZooKeeper, a group belongs to the user or certificate that made it. Only an administrator can give it to
-    a user without a certificate.
+    With TLS to ZooKeeper, a group belongs to the user or certificate that made it. An owner that is no administrator
+    can give it to a certificate only.
 
     \b
     metamq group owner etl report

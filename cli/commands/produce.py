@@ -280,10 +280,12 @@ class InputSender:
                 with contextlib.suppress(ExceptionGroup):  # the deliveries have the same errors, in order
                     self.producer.flush(timeout=QUIET_S)
                 return
-            except Timeout:
+            except Timeout as error:
                 if not reported and self._waiting() == waiting:
                     reported = True
-                    say(f"Waiting for brokers to take {count(waiting, 'message')}. `metamq doctor` shows the problem.")
+                    _what, _, reason = error.what.partition(" (last error: ")
+                    why = f": {reason.removesuffix(')')}" if reason else ". `metamq doctor` shows the problem."
+                    say(f"Waiting for brokers to take {count(waiting, 'message')}{why}")
 
     def _waiting(self) -> int:
         return sum(number for delivery, number in self._pending if not delivery.done())

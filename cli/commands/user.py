@@ -18,19 +18,22 @@ from metamq.cli.show import units
 from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, count, print_json, print_table, say
 from metamq.errors import ConfigError
 from metamq.security.login import read_secret
-from metamq.security.rights import ALLOW, DENY
+from metamq.security.rights import ALLOW, ANY_PRINCIPAL, DENY
 
 if TYPE_CHECKING:
+    from metamq import Admin
+    from metamq.security.quotas import Quota
     from metamq.security.rights import Rule
 
 GENERATED_BYTES = 24
+OPTIONS = {"write_bytes_s": "--write-bytes", "read_bytes_s": "--read-bytes", "requests_s": "--requests"}
 SHOWN_MAX = 5
 """Rights of a token in a table."""
 
 
 @click.group(cls=Group)
 def user() -> None:
-    """Add, list and remove the users who log in by password.
+    """Add, list and remove the users who log in by password; list and end the tokens of Spark's tasks.
 
     Programs log in with METAMQ_SECURITY_USER and METAMQ_SECURITY_PASSWORD_FILE. A program with a certificate needs no
     user: see `metamq security issue`.
@@ -115,10 +118,12 @@ def remove(name: str, output: str) -> int:
     with current().admin() as admin:
         admin.remove_user(name)
         rules = [str(rule) for rule in admin.rules() if rule.principal == name]
+        has_quota = name in admin.quotas()
     if output == "json":
-        print_json({"user": name, "rules": rules})
+        print_json({"user": name, "rules": rules, "has_quota": has_quota})
     else:
         left = f" {count(len(rules), 'rule')} for that name stay: see `metamq acl list`." if rules else ""
+        left += " So does its quota: see `metamq quota list`." if has_quota else ""
         say(f"The user {name} is removed.{left}")
     return 0
 
@@ -159,11 +164,11 @@ def end_tokens(principal: str, output: str) -> int:
     metamq user end-tokens etl
     """
     with current().admin() as admin:
-        admin.end_tokens(principal)
+        ended = admin.end_tokens(principal)
     if output == "json":
-        print_json({"principal": principal})
+        print_json({"principal": principal, "ended": ended})
     else:
-        say(f"The tokens of {principal} are ended.")
+        say(f"{count(ended, 'token')} of {principal} ended." if ended else f"{principal} has no tokens.")
     return 0
 
 
@@ -290,11 +295,13 @@ def quota() -> None:
 
 @quota.command("set")
 @click.argument("principal")
-@click.option("--write-bytes", type=units.SIZE, default=0, help="Bytes of messages sent in a second: 10MB.")
-@click.option("--read-bytes", type=units.SIZE, default=0, help="Bytes of messages read in a second: 50MB.")
-@click.option("--requests", type=click.IntRange(1), default=0, help="Requests in a second.")
+@click.option("--write-bytes", type=units.SIZE, help="Bytes of messages sent in a second: 10MB.")
+@click.option("--read-bytes", type=units.SIZE, help="Bytes of messages read in a second: 50MB.")
+@click.option("--requests", type=click.IntRange(1), help="Requests in a second.")
 @TEXT_OR_JSON
-def set_quota(principal: str, write_bytes: int, read_bytes: int, requests: int, output: str) -> int:
+def set_quota(
+    principal: str, write_bytes: int | None, read_bytes: int | None, requests: int | None, output: str
+) -> int:
     """Set the quota of PRINCIPAL, a user or a certificate; '*': each one without its own.
 
     It replaces the former quota. What is not given has no limit.
@@ -302,13 +309,29 @@ def set_quota(principal: str, write_bytes: int, read_bytes: int, requests: int, 
     \b
     metamq quota set etl --write-bytes 10MB --requests 500
     """
+    if 0 in (write_bytes, read_bytes):
+        raise click.UsageError("a limit of 0 is not possible: leave the option out for no limit")
     with current().admin() as admin:
-        found = admin.set_quota(principal, write_bytes_s=write_bytes, read_bytes_s=read_bytes, requests_s=requests)
+        found = admin.set_quota(
+            principal, write_bytes_s=write_bytes or 0, read_bytes_s=read_bytes or 0, requests_s=requests or 0
+        )
+        _note_unknown(admin, principal)
     if output == "json":
-        print_json({"principal": principal, **found._asdict()})
+        print_json(_quota_fields(principal, found))
     else:
-        say(f"The quota of {principal} at each broker: {found}.")
+        limits = ", ".join(f"{OPTIONS[name]} {limit:,}" for name, limit in found._asdict().items() if limit)
+        say(f"The quota of {principal} at each broker, in a second: {limits}.")
     return 0
+
+
+def _note_unknown(admin: Admin, principal: str) -> None:
+    """Says if no user has this name: it may be a typing error."""
+    if principal != ANY_PRINCIPAL and principal not in admin.users():
+        say(f"No user has the name {principal}. It counts for a certificate or a token of that name.")
+
+
+def _quota_fields(principal: str, found: Quota) -> dict[str, object]:
+    return {"principal": principal, **{name: limit or None for name, limit in found._asdict().items()}}
 
 
 @quota.command("list")
@@ -323,7 +346,7 @@ def list_quotas(output: str) -> int:
     with current().admin() as admin:
         quotas = admin.quotas()
     if output == "json":
-        print_json([{"principal": name, **found._asdict()} for name, found in quotas.items()])
+        print_json([_quota_fields(name, found) for name, found in quotas.items()])
     else:
         rows = [
             [name, *(f"{limit:,}" if limit else units.UNLIMITED for limit in found)] for name, found in quotas.items()

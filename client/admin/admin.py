@@ -298,9 +298,10 @@ class Admin:
         """Returns the tokens that programs have made for others, as for their tasks of Spark."""
         return self._call(admin_users.all_tokens)
 
-    def end_tokens(self, principal: str) -> None:
-        """Ends all tokens of a principal, within a second. remove_user() and set_user() do so, too."""
-        self._call(admin_users.end_tokens, principal)
+    def end_tokens(self, principal: str) -> int:
+        """Ends all tokens of a principal, within a second. Returns their number. Raises ConfigError for a name that no
+        principal can have. remove_user() and set_user() end the tokens of a user, too."""
+        return self._call(admin_users.end_tokens, principal)
 
     def quotas(self) -> dict[str, Quota]:
         """Returns the quota of each principal that has one, by its name; "*": of all that have none."""

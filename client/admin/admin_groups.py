@@ -356,6 +356,7 @@ async def set_group_owner(cluster: ClusterClient, group: str, principal: str) ->
     if session.security.zookeeper is None:
         raise ConfigError("groups have owners only if ZooKeeper knows its clients by TLS", hint="See docs/security.md.")
     await check_exists(session, group)
+    await members.check_empty(session, group, "it cannot be given to another owner")
     digest = ""
     with contextlib.suppress(NotAuthorized):  # only administrators read the key
         digest = digest_of(proof_of(await read_owner_key(session), principal))

@@ -60,6 +60,8 @@ async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerRepli
             reports[state.master] = answer["replication"]
             links = {int(link["replica"]): link for link in answer["replication"].get("slaves", [])}
             damaged[master.replica] = answer.get("damaged_count", 0), tuple(answer.get("damaged", ()))
+        except NotAuthorized:  # nothing is known about the replicas
+            raise
         except MetamqError as error:
             problems[state.master] = error.problem
         except (KeyError, TypeError, AttributeError) as error:

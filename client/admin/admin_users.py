@@ -52,9 +52,12 @@ async def all_tokens(cluster: ClusterClient) -> list[TokenDescription]:
     )
 
 
-async def end_tokens(cluster: ClusterClient, principal: str) -> None:
-    """Ends all tokens of a principal. See Admin.end_tokens."""
+async def end_tokens(cluster: ClusterClient, principal: str) -> int:
+    """Ends all tokens of a principal, and returns their number. See Admin.end_tokens."""
+    check_name(principal)
+    before = [one for one in await all_tokens(cluster) if one.principal == principal]
     await DELEGATIONS.change(cluster.session, lambda tokens: without_tokens_of(tokens, principal))
+    return len(before)
 
 
 async def all_rules(cluster: ClusterClient) -> list[Rule]:

@@ -215,9 +215,9 @@ class Admin:
         """See metamq.Admin.tokens."""
         return await self._core.call(admin_users.all_tokens)
 
-    async def end_tokens(self, principal: str) -> None:
+    async def end_tokens(self, principal: str) -> int:
         """See metamq.Admin.end_tokens."""
-        await self._core.call(admin_users.end_tokens, principal)
+        return await self._core.call(admin_users.end_tokens, principal)
 
     async def quotas(self) -> dict[str, Quota]:
         """See metamq.Admin.quotas."""

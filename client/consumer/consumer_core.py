@@ -113,7 +113,10 @@ class ConsumerCore:
             self._assignment = self._make_assignment(self._session)
             self.commits = OffsetCommits(self.plan, self.inbox, self._assignment, self.outages.errors)
             parts = self._lease, self.inbox, self._assignment, self.outages, self._finder
-            self.end = LoopEnd(access.zookeeper, *parts, pauses=self._needs_lease)
+            connections = self.cluster.connections
+            self.end = LoopEnd(
+                access.zookeeper, *parts, pauses=self._needs_lease, delayed_s=lambda: connections.delayed_s
+            )
             await self._assignment.start()
         except BaseException:
             await self._shut_down()

@@ -17,7 +17,7 @@ import enum
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -107,6 +107,8 @@ class LoopEnd:
     _: KW_ONLY
     pauses: bool
     """True if the consumer delivers nothing without the lease, and logs that itself."""
+    delayed_s: Callable[[], float]
+    """Returns the seconds for which brokers delay this client, since it is above its quota."""
     _placing: dict[PartitionState, None] = field(default_factory=dict, init=False)
     _placed_at: float = field(default_factory=time.monotonic, init=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -166,6 +168,8 @@ class LoopEnd:
         return Obstacle(error, time.monotonic() - over_s, outages.PATIENCE_S)
 
     def _not_placed(self) -> Obstacle | None:
+        if self.delayed_s():  # above its quota: the brokers live
+            self._placed_at = time.monotonic()
         waiting = [state for state in list(self._placing) if not state.starting]
         if not self._placing:
             return None

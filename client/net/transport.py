@@ -39,6 +39,8 @@ NEXT_HOST_S = 1.0
 """Seconds that the client waits for a host if the broker has announced another host, too."""
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
+LOGIN_PAUSE_S = 10.0
+"""The pause after a failed login: brokers refuse a user with many of them, also with the right password."""
 KEPT_BYTES = 8 * 1024 * 1024
 """Bytes of buffers for large answers that a connection keeps for reuse."""
 
@@ -405,7 +407,11 @@ class Connections:
         if pause_s:
             await asyncio.sleep(pause_s)
         self._pause_s[place] = min(max(pause_s * 2, BACKOFF_FIRST_S), BACKOFF_MAX_S)
-        connection = await BrokerConnection.open(host, port, security=self._security)
+        try:
+            connection = await BrokerConnection.open(host, port, security=self._security)
+        except AuthenticationFailed:
+            self._pause_s[place] = LOGIN_PAUSE_S
+            raise
         if connection.greeting.broker_id != broker_id:
             connection.abort()
             raise another_answered(connection.address, connection.greeting.broker_id, broker_id)

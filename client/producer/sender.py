@@ -517,10 +517,13 @@ class Sender:
 
     def _timeout(self, queue: PartitionQueue, batch: OutgoingBatch) -> DeliveryTimeout:
         broker = self._brokers.get(queue.broker_id)
+        reason = broker.problem if broker is not None else ""
+        is_quota = broker is not None and broker.last_error is None and reason
         return DeliveryTimeout(
             f"a batch of {count(batch.messages, 'message')} for {batch.name}",
             self._delivery_timeout_s,
-            broker.problem if broker is not None else "",
+            reason,
+            hint="Raise `delivery_timeout_s`, or let an administrator raise the quota." if is_quota else "",
             outcome="unknown" if batch.unsure else "not_done",
         )
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from metamq.client.fetch.columnar import ColumnarBatch
-from metamq.client.net.delegating import DelegatedToken
 from metamq.errors import ConfigError
-from metamq.security.rights import ANY_TOPIC, WRITE
 from metamq.spark_consumers.sink.batching import Batcher, TargetBatch
 from metamq.spark_consumers.sink.checkpoint import is_ending_a_batch, local_folder, newest_finished
-from metamq.spark_consumers.sink.sink_client import patiently, sink_client
+from metamq.spark_consumers.sink.sink_client import for_tasks, sink_client
 from metamq.spark_consumers.sink.sink_options import SinkOptions, check_sink_columns, parse_sink_options
-from metamq.spark_consumers.source.driver_secret import token_seed
 from metamq.spark_consumers.source.spark_versions import stream_arrow_writer
 
 if TYPE_CHECKING:
@@ -49,23 +46,6 @@ def has_run(checkpoint: str | None) -> bool:
 @dataclass
 class Stored(WriterCommitMessage):
     """The message of a task whose messages are in their partitions."""
-
-
-def for_tasks(options: SinkOptions) -> SinkOptions:
-    """Returns the options of tasks: with security on they write by a token, in the place of the driver's files.
-
-    Spark calls this for each batch, and the token is mostly the same: see metamq.spark_consumers.source.driver_secret.
-    It ends by itself, its lifetime after the last query renewed it. Raises ConnectError, NotAuthorized, ConfigError.
-    """
-    security = options.access.security
-    if not security.is_on or not options.token_lifetime_s:
-        return options
-    client = sink_client(options)
-    rights = frozenset({(WRITE, options.topic or ANY_TOPIC)})
-    seed = token_seed(security, rights)
-    token = DelegatedToken.new(client.cluster, security, rights, options.token_lifetime_s, seed)
-    patiently(lambda: client.background.run(token.renew()), options.delivery_timeout_s)
-    return replace(options, access=options.access._replace(security=token.config))
 
 
 class AtLeastOnce:

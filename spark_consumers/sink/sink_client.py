@@ -11,17 +11,21 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from metamq.client.background import background
 from metamq.client.fetch.columnar import ColumnarSender, Shipment
 from metamq.client.net.cluster import ClusterClient
+from metamq.client.net.delegating import DelegatedToken
 from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ConnectError
 from metamq.security.config import DelegatedConfig
+from metamq.security.rights import ANY_TOPIC, WRITE
 from metamq.spark_consumers.sink.branch_ends import BranchEnds
 from metamq.spark_consumers.sink.committing import Committer
 from metamq.spark_consumers.sink.task_branches import TaskBranches
+from metamq.spark_consumers.source.driver_secret import token_seed
 
 if TYPE_CHECKING:
     from metamq.client.settings import ClusterAccess
@@ -139,6 +143,23 @@ def sink_client(options: SinkOptions, *, is_first: bool = False) -> SinkClient:
         _close_former_tokens()
         _connected[access] = Connected(access, 0.0 if is_first else options.delivery_timeout_s)
     return SinkClient(options, _connected[access])
+
+
+def for_tasks(options: SinkOptions) -> SinkOptions:
+    """Returns the options of tasks: with security on they write by a token, in the place of the driver's files.
+
+    Spark calls this for each batch, and the token is mostly the same: see metamq.spark_consumers.source.driver_secret.
+    It ends by itself, its lifetime after the last query renewed it. Raises ConnectError, NotAuthorized, ConfigError.
+    """
+    security = options.access.security
+    if not security.is_on or not options.token_lifetime_s:
+        return options
+    client = sink_client(options)
+    rights = frozenset({(WRITE, options.topic or ANY_TOPIC)})
+    seed = token_seed(security, rights)
+    token = DelegatedToken.new(client.cluster, security, rights, options.token_lifetime_s, seed)
+    patiently(lambda: client.background.run(token.renew()), options.delivery_timeout_s)
+    return replace(options, access=options.access._replace(security=token.config))
 
 
 def _close_former_tokens() -> None:

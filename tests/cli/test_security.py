@@ -18,13 +18,15 @@ from metamq import Producer, SecurityConfig
 from metamq.errors import ConnectError
 from metamq.security.certificates import Authority
 from metamq.testing import cluster
+from metamq.zk.session.session import Session
 from tests import one_zookeeper
 from tests.cli.conftest import Metamq, Outcome
 from tests.parts import SLOW_S
-from tests.security.certificate_folder import in_days, secured
+from tests.security.certificate_folder import in_days, make_folder, secured
+from tests.security.nodes import run
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = "metamq security ", "metamq user ", "metamq acl ", "metamq group "
+COMMANDS = "metamq security ", "metamq user ", "metamq acl ", "metamq quota ", "metamq group "
 GUIDE = (ROOT / "docs" / "security.md").read_text()
 
 
@@ -51,7 +53,7 @@ def test_the_guide_runs_as_printed(offline: Metamq, tmp_path: Path, monkeypatch:
         monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
         monkeypatch.setenv("METAMQ_SECURITY_DIR", str(tmp_path / "metamq-security"))
         monkeypatch.setenv("METAMQ_SECURITY_ROLE", "admin")
-        words = "add list allow allow list owner issue allow migrate list issue issue revoke"
+        words = "add list allow allow list set set list owner issue allow migrate list issue issue revoke"
         assert [command[1] for command in others] == words.split()
         with running.consumer(topics=["flights"], group="etl", idle_timeout_s=1) as consumer:
             assert list(consumer) == []
@@ -148,6 +150,59 @@ def test_up_is_secure_and_stays_so(process: Callable[..., subprocess.Popen[bytes
             Producer(address)
         child.terminate()
         assert child.wait(SLOW_S) == 0
+
+
+def test_quotas(offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_zookeeper.cluster() as running:
+        monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
+        done = offline("quota", "set", "etl", "--write-bytes", "10MB", "--read-bytes", "50MB")
+        assert done.talk == (
+            "No user has the name etl. It counts for a certificate or a token of that name.\n"
+            "The quota of etl at each broker, in a second: --write-bytes 10,000,000, --read-bytes 50,000,000.\n"
+        )
+        assert offline("quota", "set", "*", "--requests", "1000").status == 0
+        shown = [line.split() for line in offline("quota", "list").text.splitlines()[1:]]
+        assert shown == [["*", "unlimited", "unlimited", "1,000"], ["etl", "10,000,000", "50,000,000", "unlimited"]]
+        assert offline("quota", "list", "-o", "json").json[0] == {
+            "principal": "*", "write_bytes_s": None, "read_bytes_s": None, "requests_s": 1000,
+        }  # fmt: skip
+        for words, said in (
+            (("etl",), "'etl' has no limit"),
+            (("etl", "--write-bytes", "0"), "leave the option out"),
+            (("etl", "--requests", "0"), "0 is not in the range"),
+            (("admin", "--requests", "1"), "'admin' never has a quota"),
+            (("", "--requests", "1"), "cannot be the name of a principal"),
+        ):
+            refused = offline("quota", "set", *words)
+            assert refused.status in (1, 2)
+            assert said in refused.talk
+        assert offline("quota", "remove", "etl").talk == "The quota of etl is removed.\n"
+        assert "has no quota of its own" in offline("quota", "remove", "etl").talk
+
+
+def test_tokens(offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_zookeeper.cluster() as running:
+        monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
+        assert offline("user", "tokens", "-o", "json").json == []
+        assert offline("user", "end-tokens", "etl").talk == "etl has no tokens.\n"
+        for wrong in ("", "*"):
+            assert offline("user", "end-tokens", wrong).status == 1
+
+
+def test_doctor_names_a_damaged_list(tmp_path: Path, offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "security").folder
+    with one_zookeeper.cluster(security=secured(folder, zookeeper_tls=False)) as running:
+        monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
+        for name, value in (("DIR", str(folder)), ("ROLE", "admin"), ("ZOOKEEPER_TLS", "false")):
+            monkeypatch.setenv(f"METAMQ_SECURITY_{name}", value)
+
+        async def damage(session: Session) -> None:
+            await session.create(session.paths.quotas(), b'{"etl": {"requests_s": 1.5}}', makepath=True)
+
+        run(running, running.security, damage)
+        done = offline("doctor")
+        assert done.status == 1
+        assert "the list of quotas in ZooKeeper" in done.text + done.talk
 
 
 def test_rules(offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:

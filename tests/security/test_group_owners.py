@@ -1,4 +1,4 @@
-"""A group belongs to the certificate that made it; one that a client without a certificate made is open to all."""
+"""A group belongs to the user or certificate that made it; one that a client without either made is open to all."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_another_certificate_reads_a_group_and_changes_nothing(
 
     for stranger in (report, client_of(authority.folder)):
         run(owned, stranger, attack)
-    assert [one for one in outcomes if "belongs to the certificate that made it" not in one] == []
+    assert [one for one in outcomes if "belongs to the user or certificate that made it" not in one] == []
     with pytest.raises(NotAuthorized, match="may not access znode /meta/consumers/"):
         consume(owned, group, report)
     assert consume(owned, group, etl) == 0, "it continues after its committed offsets"

@@ -147,8 +147,12 @@ def test_whose_quota_counts() -> None:
         ("admin", Quota(requests_s=1), "'admin' never has a quota"),
         ("etl", Quota(), "has no limit"),
         ("etl", Quota(write_bytes_s=-1), "write_bytes_s is -1"),
-        ("etl", Quota(read_bytes_s=1 << 51), "read_bytes_s is 2,251"),
+        ("etl", Quota(read_bytes_s=1 << 51), "read_bytes_s is 2251"),
         ("a/b", Quota(requests_s=1), "'a/b' cannot be the name"),
+        ("etl", Quota(requests_s=1.5), "requests_s is 1.5"),  # type: ignore[arg-type]
+        ("etl", Quota(requests_s="5"), "requests_s is '5'"),  # type: ignore[arg-type]
+        ("etl", Quota(requests_s=True), "requests_s is True"),
+        (None, Quota(requests_s=1), "the principal is None"),  # type: ignore[arg-type]
     ],
 )
 def test_quotas_that_cannot_be(principal: str, quota: Quota, words: str) -> None:

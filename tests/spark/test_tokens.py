@@ -17,8 +17,8 @@ from metamq.security.config import DelegatedConfig
 from metamq.security.rights import READ, WRITE
 from metamq.spark_consumers.driver.cluster_view import ClusterView
 from metamq.spark_consumers.driver.planning import batch_ranges, tasks
-from metamq.spark_consumers.sink import sink_client
-from metamq.spark_consumers.sink.sink import for_tasks
+from metamq.spark_consumers.sink import sink_client as worker
+from metamq.spark_consumers.sink.sink_client import for_tasks
 from metamq.spark_consumers.sink.sink_options import SinkOptions, parse_sink_options
 from metamq.spark_consumers.source.connection_pool import ConnectionKey, connection_pool
 from metamq.spark_consumers.source.driver_secret import token_seed
@@ -190,8 +190,8 @@ def test_a_brokers_certificate_that_a_task_refuses(
 def sinks() -> Iterator[None]:
     """Closes the connections that a worker of Spark would keep."""
     yield
-    while sink_client._connected:
-        _access, connected = sink_client._connected.popitem()
+    while worker._connected:
+        _access, connected = worker._connected.popitem()
         connected.background.run(connected.close())
 
 

@@ -43,8 +43,8 @@ _OWNERS_HINT = (
 )
 _SHARED = re.compile(r"/(consumers|spark)/[^/]")
 _SHARED_HINT = (
-    "This group or sink belongs to the certificate that made it. Take another name. An administrator can give a group "
-    "to another certificate: `metamq group owner`."
+    "This group or sink belongs to the user or certificate that made it. Take another name. An administrator can give "
+    "a group to another owner: `metamq group owner`."
 )
 _NO_X509_HINT = "Set ssl.clientAuth=want in ZooKeeper, or connect without TLS: METAMQ_SECURITY_ZOOKEEPER_TLS=false."
 
