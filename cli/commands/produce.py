@@ -284,8 +284,9 @@ class InputSender:
                 if not reported and self._waiting() == waiting:
                     reported = True
                     _what, _, reason = error.what.partition(" (last error: ")
-                    why = f": {reason.removesuffix(')')}" if reason else ". `metamq doctor` shows the problem."
-                    say(f"Waiting for brokers to take {count(waiting, 'message')}{why}")
+                    why = f": {reason.removesuffix(')')}" if reason else ""
+                    hint = "" if "above its quota" in reason else " `metamq doctor` shows the problem."
+                    say(f"Waiting for brokers to take {count(waiting, 'message')}{why}.{hint}")
 
     def _waiting(self) -> int:
         return sum(number for delivery, number in self._pending if not delivery.done())

@@ -22,6 +22,7 @@ from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.disk.files import FileCache
 from metamq.broker.log.partition_log import PartitionLog
 from metamq.client.net.cluster import ClusterClient, Source
+from metamq.client.net.delays import Delays
 from metamq.client.producer import partition_queue, sender
 from metamq.client.producer.outgoing import OutgoingBatch
 from metamq.client.producer.partition_queue import PartitionQueue
@@ -335,6 +336,7 @@ class Wire:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.delays = Delays("broker")
         self.alive = True
         self.requests: deque[tuple[list[bytes], asyncio.Future[Response]]] = deque()
         self.answers: list[tuple[asyncio.Future[Response], Response]] = []
