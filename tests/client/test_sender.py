@@ -1,7 +1,6 @@
 """The sender: what an answer means, and that nothing is lost, doubled or out of order on a network that does its worst.
 
-The network is simulated, so that thousands of runs take seconds and each can be repeated from its seed; the sender, its
-queues, and the partition log that stores the batches are the real ones.
+The network is simulated, so that thousands of runs take seconds, each from its seed; all else is real.
 """
 
 from __future__ import annotations
@@ -333,10 +332,10 @@ class Wire:
     """
 
     producer_prefix = 0
+    delays = Delays("broker")
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.delays = Delays("broker")
         self.alive = True
         self.requests: deque[tuple[list[bytes], asyncio.Future[Response]]] = deque()
         self.answers: list[tuple[asyncio.Future[Response], Response]] = []
