@@ -51,7 +51,7 @@ class ConsumerHealth:
     lost_messages: int
     """Messages that retention removed before they were read."""
     delayed_s: float
-    """Seconds until the brokers go on: this client is above its quota. 0: no broker delays it."""
+    """Seconds until the delay ends, or is reported again: this client is above its quota. 0: no broker delays it."""
     group: RebalanceHealth | None
 
 

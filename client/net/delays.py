@@ -32,7 +32,7 @@ class Delays:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the broker goes on; 0 if it holds nothing back."""
+        """Seconds until the delay ends; 0 without a delay."""
         return max(self.ends_at_s - time.monotonic(), 0.0)
 
     def received(self, header: Any) -> None:

@@ -112,7 +112,7 @@ def test_a_group_belongs_to_the_user_with_a_password_who_made_it(
         run(owned, stranger, change)
     assert len(outcomes) > 8
     assert all("may not" in one for one in outcomes), outcomes
-    assert consume(owned, group, user) == 0, "it goes on, in another session"
+    assert consume(owned, group, user) == 0, "it continues, in another session"
     with Admin(owned.zookeeper, security=user) as admin:
         admin.delete_group(group)
 

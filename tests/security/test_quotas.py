@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -149,10 +149,10 @@ def test_whose_quota_counts() -> None:
         ("etl", Quota(write_bytes_s=-1), "write_bytes_s is -1"),
         ("etl", Quota(read_bytes_s=1 << 51), "read_bytes_s is 2251"),
         ("a/b", Quota(requests_s=1), "'a/b' cannot be the name"),
-        ("etl", Quota(requests_s=1.5), "requests_s is 1.5"),  # type: ignore[arg-type]
-        ("etl", Quota(requests_s="5"), "requests_s is '5'"),  # type: ignore[arg-type]
+        ("etl", Quota(*cast(Any, (0, 0, 1.5))), "requests_s is 1.5"),
+        ("etl", Quota(*cast(Any, (0, 0, "5"))), "requests_s is '5'"),
         ("etl", Quota(requests_s=True), "requests_s is True"),
-        (None, Quota(requests_s=1), "the principal is None"),  # type: ignore[arg-type]
+        (cast(Any, None), Quota(requests_s=1), "the principal is None"),
     ],
 )
 def test_quotas_that_cannot_be(principal: str, quota: Quota, words: str) -> None:

@@ -214,7 +214,7 @@ def test_a_sinks_token_is_for_its_topic(secure: Cluster, driver: Path, sinks: No
 def test_many_batches_have_one_token_for_reading_and_one_for_writing(
     secure: Cluster, driver: Path, sinks: None
 ) -> None:
-    """Spark makes the writer of a stream again for each batch and each commit, and plans each batch query anew."""
+    """Spark makes a new writer of a stream for each batch and each commit, and plans each batch query by itself."""
     with secure.admin() as admin:
         admin.end_tokens("etl")
     read = {task.access.security for _ in range(30) for task in planned(secure)}
