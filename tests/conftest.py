@@ -14,10 +14,11 @@ from hypothesis import settings
 
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests import kinds, leftovers, one_zookeeper, zygote
+from tests.examples import examples
 from tests.parts import make_chroot
 from tests.postgres import running_postgres
 
-settings.register_profile("untimed", deadline=None)  # how fast it is, the bench says
+settings.register_profile("untimed", deadline=None, max_examples=examples(100))  # how fast it is, the bench says
 settings.load_profile("untimed")
 
 FIGURES = "figures"

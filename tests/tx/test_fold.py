@@ -27,6 +27,7 @@ from metamq.tx.store.records import (
 from metamq.tx.store.table import LASTING
 from metamq.tx.store.verbs import JournalTransactionStore, VerbRequest
 from metamq.wire.xa import Verb, Xid
+from tests.examples import examples
 
 XIDS = [Xid(1, b"a"), Xid(1, b"b"), Xid(1, b"c", b"q")]
 PLACES = [BodyPlace("orders", "0123456789abcdef", 0, 2), BodyPlace("orders", "0123456789abcdef", 1, 5)]
@@ -163,7 +164,7 @@ class Journal(RuleBasedStateMachine):
 @pytest.mark.slow
 def test_any_life_of_a_journal() -> None:
     many = settings(
-        max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=examples(300), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     run_state_machine_as_test(Journal, settings=many)
 

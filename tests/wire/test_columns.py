@@ -17,6 +17,7 @@ from metamq.wire.batch import check_from_producer, read_header, seal
 from metamq.wire.columns import decode, encode, unpack_headers
 from metamq.wire.compression import Codec, compress
 from metamq.wire.limits import BATCH_BYTES_MAX
+from tests.examples import examples
 
 header_maps = st.none() | st.dictionaries(st.text(max_size=5), st.binary(max_size=9), max_size=3)
 
@@ -42,7 +43,7 @@ def messages(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(messages())
 def test_round_trip(sent: dict[str, Any]) -> None:
     batch = encode(**sent)
@@ -143,7 +144,7 @@ def test_columns_that_do_not_fit_the_body(body: bytes, count: int, flags: int, p
         read(sealed(body, count, flags))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     body=st.binary(max_size=200),
     count=st.integers(1, 12),

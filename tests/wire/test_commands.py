@@ -14,6 +14,7 @@ from metamq.wire import commands
 from metamq.wire.commands import Command, Get, GetPartition, OffsetsEntry, PutEntry, PutResult
 from metamq.wire.headers import entries_max_of, fields_of, unpack, unpack_list
 from metamq.wire.limits import REQUEST_ENTRIES_MAX, AtMost
+from tests.examples import examples
 
 TUPLES = [
     commands.Hello(1, 1, "me", True),
@@ -166,7 +167,7 @@ anything = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(anything)
 def test_anything_else_is_refused(header: Any) -> None:
     for sent in TUPLES:

@@ -17,6 +17,7 @@ from metamq.wire.commands import Command, Hello, HelloReply
 from metamq.wire.connection import ClientConnection, ConnectionState, Greeted, Request, Response, ServerConnection
 from metamq.wire.frames import PREFIX, Buffer, encode_frame
 from metamq.wire.limits import ANSWER_HEADER_BYTES_MAX, FRAME_BYTES_MAX, HEADER_BYTES_MAX, HELLO_BYTES_MAX
+from tests.examples import examples
 
 BROKER = HelloReply(1, 0, 5, 4_000_000, 16_000_000, FRAME_BYTES_MAX, "metamq test")
 
@@ -72,7 +73,7 @@ def test_greeting() -> None:
     assert (client.state, server.state) == (ConnectionState.OPEN, ConnectionState.OPEN)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.binary(max_size=100), max_size=12), st.randoms(use_true_random=False), st.integers(1, 200))
 def test_many_requests_at_once_answered_in_any_order(bodies: list[bytes], chance: random.Random, piece: int) -> None:
     client, server = opened()
@@ -279,7 +280,7 @@ def streaming() -> tuple[ClientConnection, ServerConnection]:
     return client, server
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.tuples(st.booleans(), st.binary(max_size=100)), max_size=12), st.integers(1, 200))
 def test_on_a_stream_both_ends_push(pushed: list[tuple[bool, bytes]], piece: int) -> None:
     client, server = streaming()
@@ -417,7 +418,7 @@ def test_a_broker_that_announces_the_moon_costs_little() -> None:
         tracemalloc.stop()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.binary(max_size=300), st.sampled_from([None, opened, streaming]), st.integers(1, 300))
 def test_junk_is_refused_or_waits_for_more(junk: bytes, begin: Any, piece: int) -> None:
     server = ServerConnection("peer", BROKER)

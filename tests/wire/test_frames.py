@@ -16,6 +16,7 @@ from metamq.errors import MessageTooLarge, ProtocolError
 from metamq.wire.connection import INITIAL_BYTES
 from metamq.wire.frames import PREFIX, PREFIX_BYTES, Frame, FrameReader, encode_frame
 from metamq.wire.limits import FRAME_BYTES_MAX, HEADER_BYTES_MAX, HELLO_BYTES_MAX
+from tests.examples import examples
 
 MEBIBYTE = 1024 * 1024
 
@@ -58,7 +59,7 @@ def small_reader() -> FrameReader:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(frames, max_size=6), st.randoms(use_true_random=False))
 def test_any_pieces_give_the_same_frames(sent: list[Any], chance: random.Random) -> None:
     data = b"".join(joined(*fields) for fields in sent)

@@ -20,6 +20,7 @@ from metamq.wire.batch import make_batch_id, read_header, seal, stamp
 from metamq.wire.columns import encode
 from metamq.wire.compression import Codec
 from metamq.zk.partitions import TopicPartition
+from tests.examples import examples
 
 TP = TopicPartition("flights", "0-3")
 BASE_OFFSET = 1000
@@ -71,7 +72,7 @@ def batches(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(batches())
 def test_every_column_from_any_first_offset(case: tuple[dict[str, Any], int]) -> None:
     sent, first_offset = case
@@ -180,7 +181,7 @@ def test_hostile_offsets_are_refused(offsets: list[int], keys: bool) -> None:
                 use(opened(data, first_offset))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.lists(st.integers(-3, 20), min_size=3, max_size=9), st.binary(max_size=24), st.booleans())
 def test_any_offsets_mean_the_same_to_both(inner: list[int], content: bytes, keys: bool) -> None:
     data = hostile([0, *inner, len(content)], content, keys=keys)

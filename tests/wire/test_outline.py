@@ -15,6 +15,7 @@ from metamq.wire import batch as layout
 from metamq.wire.columns import decode, encode
 from metamq.wire.compression import Codec
 from metamq.wire.outline import columns_problem
+from tests.examples import examples
 
 AT = layout.HEADER_BYTES
 
@@ -51,7 +52,7 @@ Rows = st.lists(st.tuples(st.binary(max_size=9), st.none() | st.binary(max_size=
 
 @pytest.mark.slow
 @given(rows=Rows, columns=st.sets(st.sampled_from(["keys", "timestamps_us", "headers"])), change=st.randoms())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_what_is_taken_can_be_decoded_and_nothing_else_is(rows: Any, columns: Any, change: random.Random) -> None:
     given_columns = {
         "keys": [key for _value, key, _time in rows],

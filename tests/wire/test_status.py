@@ -19,6 +19,7 @@ from metamq.errors import MetamqError
 from metamq.wire import status
 from metamq.wire.limits import ERROR_TEXT_CHARS_MAX
 from metamq.wire.status import decode_error, encode_error
+from tests.examples import examples
 
 SAMPLES: list[MetamqError] = [
     MetamqError("it broke", hint="Mend it.", outcome="unknown"),
@@ -226,7 +227,7 @@ anything = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.integers(0, 65_535), anything, st.booleans())
 def test_decoding_never_raises(number: int, fields: Any, with_problem: bool) -> None:
     if with_problem and isinstance(fields, dict):

@@ -22,6 +22,7 @@ from metamq.wire.limits import (
     HEADER_BYTES_MAX,
 )
 from metamq.wire.sync import AttachPartition, AttachResult, SyncDecision
+from tests.examples import examples
 
 PARTITION = AttachPartition(1, "flights", "id", 3, 10, 1000, 20, 2000, 20, [(4, 10, 1000), (5, 15, 1500)])
 FROM_SLAVE = [
@@ -147,7 +148,7 @@ def test_a_master_is_not_asked_to_stop_for_long() -> None:
         sync.unpack_from_slave(received(longest._replace(wait_ms=HAND_OVER_MS_MAX + 1)))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.integers(0, 100), max_size=20), st.binary(max_size=300))
 def test_a_body_is_taken_apart_or_refused(sizes: list[int], body: bytes) -> None:
     entries = [(1, 0, size, 0) for size in sizes]
@@ -161,7 +162,7 @@ def test_a_body_is_taken_apart_or_refused(sizes: list[int], body: bytes) -> None
     assert b"".join(pieces) == body
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.integers(0, 3 * ATTACH_EPOCHS_MAX), max_size=60), st.integers(0, 2 * ENTRIES_TARGET + 1))
 def test_any_number_of_partitions_fits_into_frames(epochs: list[int], plain: int) -> None:
     most = (1 << 63) - 1
@@ -187,7 +188,7 @@ def test_a_reason_is_cut() -> None:
 ODD = [None, True, 0, 7, -1, 1 << 63, "", "x", b"x", {}, [], [1], [[]], [[1, 2, 3]], [[1, 2, 3, 4]], [[1, "2", 3]]]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     st.sampled_from([frame for _, frame in BOTH]),
     st.dictionaries(st.integers(0, 9), st.sampled_from([*ODD, [PARTITION]]), max_size=3),

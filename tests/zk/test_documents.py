@@ -21,6 +21,7 @@ from metamq.zk.documents import DEPTH_MAX, DOCUMENT_BYTES_MAX, NUMBER_MAX, broke
 from metamq.zk.groups import members, ownership, plans
 from metamq.zk.nodes import Node
 from metamq.zk.partitions import TopicPartition
+from tests.examples import examples
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -75,7 +76,7 @@ FIELDS = [
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=len(FIELDS)), st.sampled_from(sorted(READERS)))
 def test_any_document_is_read_or_refused(document: dict[str, Any], reader: str) -> None:
     if reader == "topic":

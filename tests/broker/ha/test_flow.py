@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metamq.broker.ha.flow import BURST_S, FlowMonitor
+from tests.examples import examples
 
 SLACK = 1.000001
 """Floating point."""
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     st.integers(1, 10_000_000),
     st.lists(st.tuples(st.integers(1, 2_000_000), st.floats(0, 5)), min_size=1, max_size=25),
@@ -36,7 +37,7 @@ def test_no_stretch_of_time_has_more_than_the_limit_allows(limit: int, frames: l
         assert total <= (limit * (elapsed + BURST_S) + largest) * SLACK
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.integers(1000, 10_000_000), st.lists(st.integers(1, 500_000), min_size=1, max_size=50))
 def test_a_link_that_always_has_something_to_send_uses_the_limit(limit: int, sizes: list[int]) -> None:
     now = start = 1000.0

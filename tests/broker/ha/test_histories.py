@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from metamq.broker.ha import handshake
 from metamq.broker.ha.handshake import LogPosition, Side, SyncDecision, SyncVerdict, decide
 from metamq.broker.log.disk.epochs import EpochList
+from tests.examples import examples
 
 REPLICAS = 3
 
@@ -276,7 +277,7 @@ def run_many(count: int) -> set[SyncDecision]:
     return {decision for seed in range(count) for decision in run(random_events(seed)).decisions}
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, REPLICAS - 1), st.integers(0, 3)), max_size=80))
 def test_after_the_handshake_a_slaves_log_is_its_masters(events: list[tuple[Event, int, int]]) -> None:
     run(events)

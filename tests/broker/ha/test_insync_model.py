@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metamq.broker.ha.insync import Change, Member, Membership, Stage
+from tests.examples import examples
 
 MASTER: Member = (0, 1)
 SLAVES: list[Member] = [(1, 1), (1, 2), (2, 1)]
@@ -205,7 +206,7 @@ def random_events(seed: int) -> list[tuple[Event, Member, int]]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from(SLAVES), st.integers(0, 3)), max_size=100))
 def test_whoever_stands_in_zookeeper_may_be_promoted_at_any_moment(events: list[tuple[Event, Member, int]]) -> None:
     run(events)

@@ -20,6 +20,7 @@ from metamq.errors import ClosedError, CorruptData, OffsetOutOfRange
 from metamq.wire.batch import HEADER_BYTES, read_header, walk
 from metamq.wire.buffer_pool import SMALL_BYTES
 from metamq.wire.columns import decode
+from tests.examples import examples
 
 
 def fill(shelf: Any, log: PartitionLog, batches: int, seed: int = 1) -> list[bytes]:
@@ -209,7 +210,7 @@ Stamped = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(Stamped, max_size=25), interval=st.sampled_from([1, 150, 4096]), reopen=st.sampled_from("ncu"))
 def test_offsets_and_times_against_brute_force(make_shelf: Any, batches: Any, interval: int, reopen: str) -> None:
     shelf = make_shelf()

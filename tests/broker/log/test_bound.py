@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.partition_log import PartitionLog
+from tests.examples import examples
 
 CONFIG = LogConfig(segment_bytes=700, index_interval_bytes=200)
 FLUSHED_FIRST = LogConfig(segment_bytes=700, index_interval_bytes=200, flush=FlushPolicy(before_ack=True))
@@ -226,7 +227,7 @@ Event = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=st.lists(Event, min_size=3, max_size=40), flushed_first=st.booleans())
 def test_any_order_of_events(make_shelf: Any, events: Any, flushed_first: bool) -> None:
     """Against the rule: the greatest least-of-own-and-bound since the open or the cut; stored by each flush."""

@@ -15,6 +15,7 @@ from metamq.broker.log.disk.flushed import FlushFile
 from metamq.broker.log.partition_log import PartitionLog
 from metamq.errors import CorruptData, Fenced
 from metamq.wire.batch import HEADER_BYTES, read_header, walk
+from tests.examples import examples
 
 CONFIG = LogConfig(segment_bytes=700, index_interval_bytes=250, retention_bytes=2000)
 
@@ -48,7 +49,7 @@ Operation = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=st.lists(Operation, min_size=5, max_size=60))
 def test_any_life_of_a_log_keeps_the_list(make_shelf: Any, operations: Any) -> None:
     """`file`: it is lost, damaged, or set back to what it was at some time before. `tear`: a crash takes the tail."""

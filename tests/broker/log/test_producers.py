@@ -13,6 +13,7 @@ from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk.producers import KEPT_BATCHES, Duplicate, New, ProducerStates
 from metamq.broker.log.partition_log import PartitionLog
 from metamq.errors import CorruptData, ProtocolError, SequenceGap
+from tests.examples import examples
 
 SMALL = LogConfig(segment_bytes=2000, index_interval_bytes=300)
 DAY_US = 24 * 3600 * 1_000_000
@@ -209,7 +210,7 @@ Operation = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=st.lists(Operation, min_size=5, max_size=60))
 def test_any_life_of_a_log_keeps_states_and_messages(make_shelf: Any, operations: Any) -> None:
     """Against a model that keeps every batch ever stored; retention lets the model forget the messages only."""

@@ -19,6 +19,7 @@ from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk.flushed import FlushFile
 from metamq.errors import ConfigError, CorruptData, Fenced, MetamqError, ProtocolError, StorageError
 from metamq.wire.batch import read_header, stamp
+from tests.examples import examples
 
 SEED = 20250311
 MASTER = LogConfig(segment_bytes=700, index_interval_bytes=250)
@@ -468,7 +469,7 @@ Event = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=st.lists(Event, min_size=5, max_size=50))
 def test_whatever_happens_in_between_a_copy_ends_equal(make_shelf: Any, events: Any) -> None:
     """`cut`: the replica is cut as after a disagreement. `swap`: it caught up and becomes the master."""

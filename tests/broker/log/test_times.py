@@ -15,6 +15,7 @@ from metamq.broker.log.disk.index import SparseIndex
 from metamq.wire import batch as layout
 from metamq.wire.columns import encode
 from metamq.wire.compression import Codec
+from tests.examples import examples
 
 CONFIG = LogConfig(segment_bytes=20_000, index_interval_bytes=1000)
 BIG_COUNT = 1 << 20
@@ -128,7 +129,7 @@ Batches = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=Batches, asked=st.lists(st.integers(-1, 40), min_size=1, max_size=12), seed=st.randoms())
 def test_lying_headers_against_brute_force(make_shelf: Any, batches: Any, asked: Any, seed: Any) -> None:
     """Whatever is asked, in between appends: what was learnt never hides a message."""
