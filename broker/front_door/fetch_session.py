@@ -16,6 +16,9 @@ before its start to the master. Only a master answers that an offset is out of r
 
 An answer takes ready partitions from the front, each up to its cap, and disarms them. Arming puts a partition at the
 back. So partitions take turns, and a busy one cannot starve the others.
+
+A session keeps only partitions that exist and that its client may read. The answer to the GET that opens another one
+has the error, and its handle is not open. So a client without rights holds no memory by the names that it sends.
 """
 
 from __future__ import annotations
@@ -99,9 +102,9 @@ class _Place:
 
     session: FetchSession
     entry: GetPartition
-    partition: Partition | None = None
+    partition: Partition
     error: MetamqError | None = None
-    """The reason why there is no partition, or why it does not continue at the reader's offset."""
+    """The reason why the partition is not read any more, or does not continue at the reader's offset."""
     checked: bool = False
     """True if that was checked."""
     cuts: int = -1
@@ -114,9 +117,7 @@ class _Place:
     def arm(self, offset: int) -> bool:
         """Sets the offset to read from; returns True if there is something to send already."""
         self.offset = offset
-        if self.partition is None or self.partition.closed_by:
-            return True
-        if self.refusal(offset) is not None:
+        if self.partition.closed_by or self.refusal(offset) is not None:
             return True
         log, (seen_offset, seen_position) = self.partition.log, self.seen
         if self.is_ahead():
@@ -129,7 +130,7 @@ class _Place:
     def refusal(self, offset: int) -> MetamqError | None:
         """Returns the reason why the offset is not read, or None."""
         partition = self.partition
-        if self.error is None and partition is not None:
+        if self.error is None:
             if self.cuts < 0:
                 self.cuts = partition.cuts
             if self.cuts != partition.cuts:
@@ -140,13 +141,12 @@ class _Place:
 
     def available_bytes(self) -> int:
         """Returns the bytes that count for `bytes_min`; PLENTY_BYTES if there is an error to send."""
-        if self.partition is None or self.partition.closed_by or self.error is not None:
+        if self.partition.closed_by or self.error is not None:
             return PLENTY_BYTES
         return self.partition.log.stable_position - self.start_position
 
     def is_ahead(self) -> bool:
         """True if the reader waits for data that is not stable yet."""
-        assert self.partition is not None
         assert self.offset is not None
         log = self.partition.log
         if self.offset <= log.end_offset:
@@ -155,7 +155,7 @@ class _Place:
 
     def data_ready(self, added_bytes: int) -> None:
         partition = self.partition
-        if partition is not None and not partition.closed_by and self.cuts == partition.cuts and self.is_ahead():
+        if not partition.closed_by and self.cuts == partition.cuts and self.is_ahead():
             partition.readers.add(self)
         else:
             self.session.place_ready(self)
@@ -185,6 +185,8 @@ class FetchSession:
         self._loop = loop
         self._places: dict[int, _Place] = {}
         self._ready: dict[_Place, None] = {}
+        self._refused: list[GetResult] = []
+        """Errors of partitions that the last GET could not open."""
         self._parked: tuple[Request, Get] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._serve_soon = False
@@ -201,9 +203,10 @@ class FetchSession:
         for handle in poll.closed:
             self._close(self._places.pop(handle, None))
         for entry in opened:
-            self._places[entry.handle] = _Place(self, entry)
+            self._open(entry)
         for handle, offset in poll.armed:
-            self._arm(self._places[handle], offset)
+            if handle in self._places:
+                self._arm(self._places[handle], offset)
         self._parked = request, poll
         self.serve()
         if self._parked is not None and poll.wait_ms > 0:
@@ -242,7 +245,8 @@ class FetchSession:
         if self._parked is not None:
             request, _poll = self._parked
             self._parked = None
-            self._answer(request, [], [])
+            refused, self._refused = self._refused, []
+            self._answer(request, refused, [])
 
     def _expire(self) -> None:
         """Answers the parked poll at the end of its time, even with less than `bytes_min`."""
@@ -253,42 +257,37 @@ class FetchSession:
         else:
             self._deadline = self._loop.call_later(UNWRITABLE_RETRY_S, self._expire)
 
+    def _open(self, entry: GetPartition) -> None:
+        error = self._refusal(entry.topic)
+        if error is None:
+            try:
+                partition = self.role.find(entry.topic, entry.topic_id, entry.partition)
+                self._places[entry.handle] = _Place(self, entry, partition)
+            except MetamqError as not_found:
+                error = not_found
+        if error is not None:
+            self._refused.append(error_result(entry.handle, error))
+
     def _arm(self, place: _Place, offset: int) -> None:
-        if place.partition is None:
-            self._look_up(place)
         self._ready.pop(place, None)  # arming puts it at the back
         if place.arm(offset):
             self._ready[place] = None
-        elif place.partition is not None:
+        else:
             place.partition.readers.add(place)
-
-    def _look_up(self, place: _Place) -> None:
-        """Finds the partition. A missing one is looked up again later: its topic may be new."""
-        entry = place.entry
-        place.error = self._refusal(entry.topic)
-        if place.error is not None:
-            return
-        try:
-            place.partition, place.error = self.role.find(entry.topic, entry.topic_id, entry.partition), None
-        except MetamqError as error:
-            place.error = error.with_traceback(None)  # a traceback keeps the request in memory
 
     def rights_changed(self) -> None:
         """Ends the reading of partitions that may not be read any more, also in a parked poll."""
         for place in self._places.values():
-            partition = place.partition
-            if partition is not None and (refusal := self._refusal(place.entry.topic)) is not None:
-                partition.readers.discard(place)
-                place.partition, place.error = None, refusal
-                place.checked, place.cuts = False, -1  # the log may have another epoch there when it is allowed again
+            if place.error is None and (refusal := self._refusal(place.entry.topic)) is not None:
+                place.partition.readers.discard(place)
+                place.error = refusal
                 if place.offset is not None:
                     self.place_ready(place)
 
     def _close(self, place: _Place | None) -> None:
         if place is not None:
             self._ready.pop(place, None)
-            if place.partition is not None:
-                place.partition.readers.discard(place)
+            place.partition.readers.discard(place)
 
     def place_ready(self, place: _Place) -> None:
         """Called when an armed partition has got data, or was closed."""
@@ -304,7 +303,7 @@ class FetchSession:
 
     def serve(self) -> None:
         """Answers the parked poll if enough is ready. Also called when the connection is writable again."""
-        if self._parked is None or not self._ready or not self._writable():
+        if self._parked is None or not (self._ready or self._refused) or not self._writable():
             return
         request, poll = self._parked
         if self._has(poll.bytes_min):
@@ -314,6 +313,8 @@ class FetchSession:
 
     def _has(self, bytes_min: int) -> bool:
         """Returns True if enough bytes are ready. Stops early: a consumer that is behind has all partitions ready."""
+        if self._refused:
+            return True
         found = 0
         for place in self._ready:
             found += place.available_bytes()
@@ -323,11 +324,10 @@ class FetchSession:
 
     def _wait_for_more(self) -> None:
         for place in self._ready:
-            assert place.partition is not None
             place.partition.readers.add(place)
 
     def _respond(self, request: Request, poll: Get, *, is_over: bool = False) -> None:
-        results: list[GetResult] = []
+        results, self._refused = self._refused, []
         bodies: list[Buffer] = []
         left_bytes = self._available_bytes(poll.bytes_max)
         while self._ready and left_bytes > 0 and len(results) < FETCH_RESULTS_MAX:
@@ -349,15 +349,10 @@ class FetchSession:
     def _read(self, place: _Place, bytes_max: int) -> tuple[GetResult, Buffer]:
         partition, offset = place.partition, place.offset
         place.offset = None
-        error = place.error or (partition.closed_by if partition else None)
+        assert offset is not None
+        error = place.error or partition.closed_by or place.refusal(offset)
+        partition.readers.discard(place)
         if error is None:
-            assert offset is not None
-            error = place.refusal(offset)
-        if partition is not None:
-            partition.readers.discard(place)
-        if error is None:
-            assert partition is not None
-            assert offset is not None
             try:
                 return self._read_log(place, partition, offset, bytes_max)
             except OffsetOutOfRange as read_error:
@@ -366,15 +361,14 @@ class FetchSession:
                 error = read_error
                 if isinstance(error, CorruptData):
                     self.role.found_damage(partition, error)
-        number, fields = status.encode_error(error)
-        return GetResult(place.entry.handle, number, 0, -1, -1, fields), b""
+        return error_result(place.entry.handle, error), b""
 
     def _sent_back(self, count_max: int) -> list[GetResult]:
         """Sends readers that got no data from a slave to the master: only the master knows if more data exists."""
         results: list[GetResult] = []
         for handle, place in self._places.items():
             partition = place.partition
-            if partition is None or place.offset is None or place in self._ready or len(results) >= count_max:
+            if place.offset is None or place in self._ready or len(results) >= count_max:
                 continue
             log = partition.log
             preferred = self.role.preferred_replica(partition, log.stable_position)
@@ -449,6 +443,12 @@ def file_place(part: FilePart, log: PartitionLog) -> FilePlace | None:
     except (OSError, UnicodeEncodeError):
         return None
     return FilePlace(path, stat.st_dev, stat.st_ino, part.at, log.epochs().last)
+
+
+def error_result(handle: int, error: MetamqError) -> GetResult:
+    """Returns the result of a partition that is not read."""
+    number, fields = status.encode_error(error)
+    return GetResult(handle, number, 0, -1, -1, fields)
 
 
 def _not_here(error: OffsetOutOfRange) -> Fenced:

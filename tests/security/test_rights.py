@@ -344,7 +344,7 @@ def test_a_right_that_is_taken_away_ends_a_parked_poll(
 ) -> None:
     topic, its_id = new_topic(secure, "revoked")
     opening = Get(0, 1, 1000, 1000, [GetPartition(1, topic, its_id, 0)], [(1, 0)], [])
-    again = Get(0, 1, 1000, 1000, [], [(1, 0)], [])
+    again = opening._replace(closed=[1])
     removed_at = 0.0
 
     def remove() -> None:

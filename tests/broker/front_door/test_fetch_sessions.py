@@ -12,7 +12,8 @@ from metamq.errors import Fenced, OffsetDiverged, OffsetOutOfRange, ProtocolErro
 from metamq.wire import status
 from metamq.wire.commands import LATEST, Command, GetPartition, GetResult, OffsetsEntry, OffsetsResult
 from metamq.wire.headers import unpack, unpack_list
-from metamq.wire.limits import FETCH_BYTES_MAX, FETCH_RESULTS_MAX, REQUEST_ENTRIES_MAX
+from metamq.wire.limits import FETCH_BYTES_MAX, REQUEST_ENTRIES_MAX
+from metamq.zk.names import MAX_NAME_CHARS
 
 KIB = 1024
 names = (f"fetch-{n}" for n in itertools.count())
@@ -309,22 +310,23 @@ def test_who_asks_for_offsets_is_told_too_whether_the_log_is_that_of_its_place(f
 
 
 def test_a_topic_that_comes_later(front: Any) -> None:
-    """A handle is not lost to the error of its first look-up."""
+    """A partition that is not there answers with its error at once, armed or not, and its handle is not open."""
     topic = next(names)
     session = Session(front, topic="pulse", opened=False)
-    opened = [GetPartition(1, topic, "0" * 16, 0)]
-    ((_handle, error),) = session.errors(opened=opened, armed=[(1, 0)])
-    assert isinstance(error, TopicNotFound)
+    opened = [GetPartition(1, topic, "0" * 16, 0), GetPartition(2, topic, "0" * 16, 1)]
+    errors = session.errors(opened=opened, armed=[(1, 0)], wait_ms=50_000, bytes_min=2**63)
+    assert [handle for handle, _error in errors] == [1, 2]
+    assert all(isinstance(error, TopicNotFound) for _handle, error in errors)
+    assert session.refused(armed=[(1, 0)]) == "fetch handle 1 is not open"
     topic_id = front.topic(topic)
-    ((_handle, error),) = session.errors(armed=[(1, 0)])
+    ((_handle, error),) = session.errors(opened=opened[:1])
     assert "created again" in str(error)
-    session.poll(closed=[1], opened=[GetPartition(2, topic, topic_id, 1)])
-    ((_handle, error),) = session.errors(armed=[(2, 0)])
+    ((_handle, error),) = session.errors(opened=[GetPartition(1, topic, topic_id, 1)])
     assert "no partition '0-1'" in str(error)
     with front.cluster.admin() as admin:
         admin.alter(topic, partitions=2)
     front.fill(topic, 1, [b"a"])
-    assert session.poll(armed=[(2, 0)]) == [(2, [b"a"])]
+    assert session.poll(opened=[GetPartition(1, topic, topic_id, 1)], armed=[(1, 0)]) == [(1, [b"a"])]
 
 
 def test_a_topic_that_goes_ends_the_wait(front: Any) -> None:
@@ -339,21 +341,15 @@ def test_a_topic_that_goes_ends_the_wait(front: Any) -> None:
     assert all(isinstance(status.decode_error(r.status, r.error), TopicNotFound) for r in results)
 
 
-def test_many_failures_fit_into_their_answers(front: Any) -> None:
-    """4,000 sentences are much for a header: so many at a time, and the others keep their turn."""
-    count = 4000
+def test_many_failures_fit_into_their_answer(front: Any) -> None:
+    """Nothing of 4,000 partitions that are not there is kept for a later answer, even with the longest names."""
+    name = "n" * MAX_NAME_CHARS
     session = Session(front, topic="pulse", opened=False)
-    changes: dict[str, Any] = {
-        "opened": [GetPartition(n, "gone", "0" * 16, n) for n in range(count)],
-        "armed": [(n, 0) for n in range(count)],
-    }
-    seen: list[int] = []
-    while len(seen) < count:
-        answered = session.errors(**changes)
-        changes = {"wait_ms": 50_000}
-        assert 0 < len(answered) <= FETCH_RESULTS_MAX
-        seen += [handle for handle, _error in answered]
-    assert seen == list(range(count))
+    opened = [GetPartition(n, name, "0" * MAX_NAME_CHARS, n) for n in range(1500)]
+    assert [handle for handle, _error in session.errors(opened=opened)] == list(range(1500))
+    opened = [GetPartition(n, "gone", "0" * 16, n) for n in range(REQUEST_ENTRIES_MAX)]
+    errors = session.errors(opened=opened, armed=[(n, 0) for n in range(REQUEST_ENTRIES_MAX)])
+    assert [handle for handle, _error in errors] == list(range(REQUEST_ENTRIES_MAX))
 
 
 @pytest.mark.slow
