@@ -217,6 +217,14 @@ def make_all(folder: Path, hosts: Sequence[str], *, days: int = DAYS) -> list[Ce
     return [*servers, authority.issue(ADMIN, days=days)]
 
 
+def end_of(path: str) -> float:
+    """Returns the end of the certificate in a file, in seconds since 1970. Raises ConfigError."""
+    try:
+        return x509.load_pem_x509_certificate(Path(path).read_bytes()).not_valid_after_utc.timestamp()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the certificate {path}: {error}") from error
+
+
 def _host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))

@@ -18,6 +18,8 @@ RESERVED = (ADMIN, BROKERS, ZOOKEEPER)
 """Names that no user may have."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Hosts for which each server's certificate is valid."""
+WARN_DAYS = 30
+"""A certificate that expires sooner is shown as one to renew."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from tests import kinds, leftovers, one_zookeeper, zygote
 from tests.examples import examples
 from tests.parts import make_chroot
 from tests.postgres import running_postgres
+from tests.security.certificate_folder import make_folder
 
 settings.register_profile("untimed", deadline=None, max_examples=examples(100))  # how fast it is, the bench says
 settings.load_profile("untimed")
@@ -71,6 +72,12 @@ def postgres() -> Iterator[str]:
     """The connection string of a PostgreSQL server of our own, on a Unix socket. A test takes a schema of its own."""
     with running_postgres() as server:
         yield server.dsn
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `metamq security init` makes it."""
+    return make_folder(tmp_path_factory.mktemp("certificates") / "security").folder
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -35,8 +36,8 @@ from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_session
 from metamq.client.producer.producer_core import ProducerOptions
 from metamq.client.settings import ENVIRONMENT_PREFIX, VARIABLES, load, variable
-from metamq.errors import ConfigError, CorruptData, MetamqError
-from metamq.security.config import SecurityConfig
+from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError
+from metamq.security.config import WARN_DAYS, SecurityConfig
 from metamq.security.exposure import EXPOSED_HINT, is_exposed
 from metamq.wire.commands import Command
 from metamq.zk.cluster.node_acls import open_groups, wrong_nodes
@@ -226,6 +227,8 @@ async def _look_inside(access: ClusterAccess, report: Callable[[Finding], None])
         report(Finding("ZooKeeper session", "ok", f"a round trip took {trip_ms:.1f} ms, time-out {timeout_s:g} s"))
         without_master = await _look_at_brokers(cluster, report)
         report(await _security(access, cluster))
+        if access.security.is_on:
+            await _checked("certificates", _certificates(access.security, cluster), report)
         await _look_at_topics(cluster, without_master, report)
         await _look_at_groups(session, report)
         await _look_at_transactions(cluster, without_master, report)
@@ -257,6 +260,24 @@ async def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
         return Finding(what, "ok", "off, and clients use only addresses of this machine")
     problem = f"off: whoever reaches {listed(exposed)} may read and change everything"
     return Finding(what, "warning", problem, EXPOSED_HINT)
+
+
+async def _certificates(security: SecurityConfig, cluster: ClusterClient) -> Finding:
+    """Finds certificates that expire soon: of the authority, of this client, and of the masters."""
+    from metamq.security.certificates import end_of  # imports cryptography, which not all commands need
+
+    files = security.files()
+    ends_s = {path: end_of(path) for path in (files.ca, files.certificate) if path}
+    for broker_id in cluster.brokers:
+        with contextlib.suppress(ConnectError):  # a finding of its own
+            if (end_s := (await cluster.connection(broker_id)).certificate_ends_s) is not None:
+                ends_s[f"the certificate of broker {broker_id}"] = end_s
+    days = {what: int((end_s - time.time()) // 86_400) for what, end_s in ends_s.items()}
+    soon = [f"{what} expires in {count(left, 'day')}" for what, left in days.items() if left < WARN_DAYS]
+    if soon:
+        hint = "`metamq security issue NAME` renews one; running processes use it for their next connection."
+        return Finding("certificates", "warning", "; ".join(soon), hint)
+    return Finding("certificates", "ok", f"valid for at least {count(min(days.values()), 'day')}")
 
 
 async def _checked(what: str, work: Awaitable[Finding], report: Callable[[Finding], None]) -> None:

@@ -26,14 +26,11 @@ from metamq.cli.show.output import (
 from metamq.cli.show.progress import progress_bar
 from metamq.client.net.first_contact import open_session
 from metamq.errors import ConfigError
-from metamq.security.config import LOOPBACK
+from metamq.security.config import LOOPBACK, WARN_DAYS
 from metamq.zk.cluster.node_acls import brokers_without_certificate, correct_nodes, wrong_nodes
 
 if TYPE_CHECKING:
     from metamq.security.certificates import CertificateInfo
-
-WARN_DAYS = 30
-"""A certificate that expires sooner is shown as one to renew."""
 
 _FOLDER = click.option(
     "--dir",

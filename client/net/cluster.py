@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.net.transport import BrokerConnection, Connections
-from metamq.errors import ConnectError, MetamqError, ServerBusy
+from metamq.errors import ConnectError, MetamqError, NotAuthorized, ServerBusy
 from metamq.wire.commands import Command, TopicChange, TopicChanged
 from metamq.wire.headers import unpack
 from metamq.zk.cluster.brokers import live_brokers
@@ -73,11 +73,22 @@ class ClusterClient:
         self._refreshes: dict[str, asyncio.Task[None]] = {}
         self._closed = False
         brokers = session.security.brokers
-        if session.security.zookeeper is not None and brokers is not None and (brokers.user or brokers.token_file):
+        if (
+            session.security.zookeeper is not None
+            and brokers is not None
+            and (brokers.user or brokers.token_file or brokers.delegated is not None)
+        ):
             session.prover = self._zookeeper_proof
 
     async def _zookeeper_proof(self) -> str:
-        """Returns what a broker gives this client, as a proof for ZooKeeper of who it is. Raises ConnectError."""
+        """Returns what a broker gives this client, as a proof for ZooKeeper of who it is.
+
+        Raises ConnectError, and NotAuthorized for a token of a delegation, which owns nothing.
+        """
+        brokers = self.session.security.brokers
+        if brokers is not None and brokers.delegated is not None:
+            hint = "Such a token is for reading and sending. Log in as a user, or with a certificate."
+            raise NotAuthorized(f"token {brokers.delegated.token_id}", "write", "groups and sinks", hint=hint)
         failure: MetamqError = ConnectError("a broker", "none runs, and only brokers say to ZooKeeper who a user is")
         for broker_id in list(await self.refresh_brokers()):
             try:

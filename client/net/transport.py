@@ -189,6 +189,13 @@ class BrokerConnection(asyncio.BufferedProtocol):
         return self._connection.producer_prefix
 
     @property
+    def certificate_ends_s(self) -> float | None:
+        """The end of the broker's certificate, in seconds since 1970; None: the connection is not encrypted."""
+        transport = self._transport
+        certificate = transport.get_extra_info("peercert") if transport is not None else None
+        return ssl.cert_time_to_seconds(certificate["notAfter"]) if certificate else None
+
+    @property
     def zookeeper_proof(self) -> str:
         """The proof for ZooKeeper of who this client is; empty: the broker gives nothing."""
         return self._connection.zookeeper_proof

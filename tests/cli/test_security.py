@@ -22,7 +22,7 @@ from metamq.zk.session.session import Session
 from tests import one_zookeeper
 from tests.cli.conftest import Metamq, Outcome
 from tests.parts import SLOW_S
-from tests.security.certificate_folder import in_days, make_folder, secured
+from tests.security.certificate_folder import HOSTS, make_folder, secured
 from tests.security.nodes import run
 
 ROOT = Path(__file__).parents[2]
@@ -189,12 +189,18 @@ def test_tokens(offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
             assert offline("user", "end-tokens", wrong).status == 1
 
 
-def test_doctor_names_a_damaged_list(tmp_path: Path, offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_folder(tmp_path / "security").folder
+def test_doctor_looks_at_certificates_and_lists(
+    tmp_path: Path, offline: Metamq, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = make_folder(tmp_path / "security")
+    folder = authority.folder
     with one_zookeeper.cluster(security=secured(folder, zookeeper_tls=False)) as running:
         monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
         for name, value in (("DIR", str(folder)), ("ROLE", "admin"), ("ZOOKEEPER_TLS", "false")):
             monkeypatch.setenv(f"METAMQ_SECURITY_{name}", value)
+        assert "certificates: valid for at least 364 days\n" in offline("doctor").text
+        authority.issue("brokers", HOSTS, days=20)
+        assert "the certificate of broker 0 expires in 19 days" in offline("doctor").text
 
         async def damage(session: Session) -> None:
             await session.create(session.paths.quotas(), b'{"etl": {"requests_s": 1.5}}', makepath=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import pickle
 import time
 from collections.abc import Awaitable, Callable
@@ -46,7 +45,7 @@ from metamq.zk.security.delegations import DELEGATIONS
 from metamq.zk.session.session import Session
 from tests.parts import SLOW_S, wait_until
 from tests.security.nodes import run
-from tests.security.raw_client import RawClient, of
+from tests.security.raw_client import RawClient
 
 NOW_MS = 1_000_000
 FAR_MS = 1 << 50
@@ -174,26 +173,6 @@ def test_the_node() -> None:
 
 
 # At a real broker
-
-
-@pytest.fixture
-def security(secure: Cluster, authority: Authority, name: str) -> SecurityConfig:
-    """Of a client that may read and write its own topic."""
-    secure.create_topic(name, partitions=1)
-    with secure.admin() as admin:
-        for right in (READ, WRITE):
-            admin.add_rules("allow", name, right, f"topic:{name}")
-    security = of(authority, name)
-    with Producer(secure.zookeeper, security=security, linger_ms=0) as producer:
-        wait_until(lambda: is_sent(producer, name), what="the rules")
-    return security
-
-
-def is_sent(producer: Producer, topic: str) -> bool:
-    with contextlib.suppress(NotAuthorized):
-        producer.send(topic, b"first").result(SLOW_S)
-        return True
-    return False
 
 
 def with_a_token(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 from kazoo.security import make_acl, make_digest_acl_credential
 
 from metamq import Admin, Consumer, SecurityConfig
+from metamq.client.net.delegating import DelegatedToken
 from metamq.errors import AuthenticationFailed, ConfigError, MetamqError, NotAuthorized
 from metamq.security.certificates import Authority
+from metamq.security.rights import READ
 from metamq.testing import Cluster, cluster
 from metamq.zk.cluster.node_acls import open_groups
 from metamq.zk.nodes import ANY_VERSION
@@ -23,6 +26,7 @@ from metamq.zk.session.session import Session
 from tests.parts import SLOW_S, read_to_end, wait_until
 from tests.security.certificate_folder import client_of, secured
 from tests.security.nodes import run, tree
+from tests.security.test_delegation import with_a_token
 
 PATHS = Paths("/meta")
 COUNT = 20
@@ -264,3 +268,13 @@ def test_a_node_that_a_stranger_put_into_an_open_group_is_named(
     with owned.admin() as admin:
         assert admin.set_group_owner(group, "report") == [private]
     assert consume(owned, group, report) == COUNT
+
+
+def test_a_token_of_a_delegation_makes_no_group(owned: Cluster, etl: SecurityConfig, group: str) -> None:
+    async def use(token: DelegatedToken) -> None:
+        with pytest.raises(NotAuthorized, match="may not write groups and sinks. Such a token is for reading"):
+            await asyncio.to_thread(consume, owned, group, token.config)
+
+    with_a_token(owned, etl, {(READ, "flights")}, use)
+    with owned.admin() as admin:
+        assert group not in admin.groups()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import uuid
@@ -39,7 +38,7 @@ from metamq.testing import Cluster
 from metamq.wire.commands import LATEST, Command, OffsetsEntry
 from metamq.zk.security.quotas import QUOTAS, with_quota, without_quota
 from tests.parts import SLOW_S, http_get, wait_until
-from tests.security.raw_client import RawClient, of
+from tests.security.raw_client import RawClient
 
 MB = 1_000_000
 WATCHER = "watcher"
@@ -177,25 +176,6 @@ def test_the_node() -> None:
 
 
 # At a real broker
-
-
-@pytest.fixture
-def security(secure: Cluster, authority: Authority, name: str) -> SecurityConfig:
-    secure.create_topic(name, partitions=1)
-    with secure.admin() as admin:
-        for right in ("read", "write"):
-            admin.add_rules("allow", name, right, f"topic:{name}")
-    security = of(authority, name)
-    with Producer(secure.zookeeper, security=security, linger_ms=0) as producer:
-        wait_until(lambda: is_allowed(producer, name), what="the rules")
-    return security
-
-
-def is_allowed(producer: Producer, topic: str) -> bool:
-    with contextlib.suppress(NotAuthorized):
-        producer.send(topic, b"first").result(SLOW_S)
-        return True
-    return False
 
 
 def set_and_wait(secure: Cluster, authority: Authority, name: str, **limits: int) -> None:

@@ -55,27 +55,21 @@ FACES = pytest.mark.parametrize("connect", [blocking, in_a_loop])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("certificates") / "security"
-
-
-@pytest.fixture(scope="module")
-def secure(folder: Path) -> Iterator[Cluster]:
-    make_folder(folder)
-    with cluster(security=secured(folder, zookeeper_tls=False)) as running:
+def secure(certificates: Path) -> Iterator[Cluster]:
+    with cluster(security=secured(certificates, zookeeper_tls=False)) as running:
         yield running
 
 
 @pytest.fixture
-def authority(folder: Path, secure: Cluster) -> Iterator[Authority]:
+def authority(certificates: Path, secure: Cluster) -> Iterator[Authority]:
     """The brokers' own one. What a test changes is made good."""
-    found = Authority(folder)
+    found = Authority(certificates)
     yield found
     found.issue("brokers", HOSTS)
 
 
-def other_folder(folder: Path) -> Path:
-    other = folder.with_name("other")
+def other_folder(certificates: Path) -> Path:
+    other = certificates.with_name("other")
     if not other.exists():
         make_folder(other)
     return other
@@ -93,14 +87,15 @@ def is_logged(cluster: Cluster, text: str) -> None:
 
 
 @FACES
-def test_a_client_with_a_certificate_is_served(secure: Cluster, folder: Path, connect: Connect) -> None:
+def test_a_client_with_a_certificate_is_served(secure: Cluster, certificates: Path, connect: Connect) -> None:
     for host in HOSTS:
-        connect(host, secure.broker.port, client_security(client_of(folder, "admin")).brokers)
+        connect(host, secure.broker.port, client_security(client_of(certificates, "admin")).brokers)
 
 
 @FACES
-def test_a_client_without_an_identity(secure: Cluster, folder: Path, connect: Connect) -> None:
-    assert "it asks for a user. Set METAMQ_SECURITY_USER" in refused(connect, secure.broker.port, client_of(folder))
+def test_a_client_without_an_identity(secure: Cluster, certificates: Path, connect: Connect) -> None:
+    said = refused(connect, secure.broker.port, client_of(certificates))
+    assert "it asks for a user. Set METAMQ_SECURITY_USER" in said
 
 
 @FACES
@@ -109,24 +104,26 @@ def test_a_client_without_tls(secure: Cluster, connect: Connect) -> None:
 
 
 @FACES
-def test_a_broker_without_tls(folder: Path, secure: Cluster, connect: Connect) -> None:
+def test_a_broker_without_tls(certificates: Path, secure: Cluster, connect: Connect) -> None:
     with cluster() as plain:
-        said = refused(connect, plain.broker.port, client_of(folder))
+        said = refused(connect, plain.broker.port, client_of(certificates))
     assert "it does not speak TLS. Is security on at the broker?" in said
 
 
 @FACES
-def test_another_authority(secure: Cluster, folder: Path, connect: Connect) -> None:
-    other = other_folder(folder)
+def test_another_authority(secure: Cluster, certificates: Path, connect: Connect) -> None:
+    other = other_folder(certificates)
     said = refused(connect, secure.broker.port, client_of(other))
     assert "its certificate is refused: " in said
     assert "METAMQ_SECURITY_CA" in said
 
 
 @FACES
-def test_a_client_with_a_certificate_of_another_authority(secure: Cluster, folder: Path, connect: Connect) -> None:
-    theirs = client_of(other_folder(folder), "admin")
-    security = SecurityConfig(ca=str(folder / "ca.crt"), certificate=theirs.certificate, key=theirs.key)
+def test_a_client_with_a_certificate_of_another_authority(
+    secure: Cluster, certificates: Path, connect: Connect
+) -> None:
+    theirs = client_of(other_folder(certificates), "admin")
+    security = SecurityConfig(ca=str(certificates / "ca.crt"), certificate=theirs.certificate, key=theirs.key)
     assert CLOSED in refused(connect, secure.broker.port, security)
     is_logged(secure, "its certificate is refused: unable to get local issuer")
 
@@ -142,10 +139,10 @@ def test_a_client_with_a_certificate_of_another_authority(secure: Cluster, folde
     ],
 )
 def test_a_brokers_certificate(
-    secure: Cluster, folder: Path, authority: Authority, connect: Connect, issue: Any, problem: str
+    secure: Cluster, certificates: Path, authority: Authority, connect: Connect, issue: Any, problem: str
 ) -> None:
     issue(authority)
-    assert problem in refused(connect, secure.broker.port, client_of(folder))
+    assert problem in refused(connect, secure.broker.port, client_of(certificates))
 
 
 @FACES
@@ -158,23 +155,23 @@ def test_a_brokers_certificate(
     ],
 )
 def test_a_clients_certificate(
-    secure: Cluster, folder: Path, authority: Authority, connect: Connect, make: Any, problem: str
+    secure: Cluster, certificates: Path, authority: Authority, connect: Connect, make: Any, problem: str
 ) -> None:
     make(authority)
-    assert CLOSED in refused(connect, secure.broker.port, client_of(folder, "etl"))
+    assert CLOSED in refused(connect, secure.broker.port, client_of(certificates, "etl"))
     is_logged(secure, f"is refused: its certificate is refused: {problem}")
     authority.issue("etl")
-    connect("127.0.0.1", secure.broker.port, client_security(client_of(folder, "etl")).brokers)
+    connect("127.0.0.1", secure.broker.port, client_security(client_of(certificates, "etl")).brokers)
 
 
 @FACES
-def test_an_older_tls(secure: Cluster, folder: Path, connect: Connect) -> None:
+def test_an_older_tls(secure: Cluster, certificates: Path, connect: Connect) -> None:
     def make(files: Any) -> ssl.SSLContext:
         context = client_context(files)
         context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
         return context
 
-    security = ClientSecurity(FreshContext(client_of(folder).files(), make), "", "")
+    security = ClientSecurity(FreshContext(client_of(certificates).files(), make), "", "")
     with pytest.raises(ConnectError, match=f"{CLOSED}.* its version of TLS"):
         connect("127.0.0.1", secure.broker.port, security)
 
@@ -185,10 +182,10 @@ def test_each_end_of_a_handshake_has_the_same_words(kind: type[ssl.SSLError]) ->
     assert tls_reason(kind(6, "TLS/SSL connection has been closed (EOF) (_ssl.c:992)")) == ENDED
 
 
-def test_nothing_is_sent_before_the_handshake(folder: Path, secure: Cluster) -> None:
+def test_nothing_is_sent_before_the_handshake(certificates: Path, secure: Cluster) -> None:
     """A server that only listens sees a TLS record, and no byte of the protocol."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        security = client_security(client_of(folder)).brokers
+        security = client_security(client_of(certificates)).brokers
         with pytest.raises(ConnectError):
             BlockingConnection.open("127.0.0.1", listener.getsockname()[1], security=security, timeout_s=0.2)
         peer, _ = listener.accept()

@@ -54,9 +54,8 @@ FACES = pytest.mark.parametrize("connect", [blocking, in_a_loop])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("certificates") / "security"
-    make_folder(folder)
+def folder(certificates: Path) -> Path:
+    folder = certificates
     (folder / "password").write_text(f"{PASSWORD}\n")
     (folder / "wrong").write_text("something else\n")
     return folder

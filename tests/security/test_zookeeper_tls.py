@@ -24,15 +24,8 @@ from tests.security.certificate_folder import HOSTS, client_of, in_days, make_fo
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("certificates") / "security"
-    make_folder(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def secure(folder: Path) -> Iterator[Cluster]:
-    with cluster(security=secured(folder)) as running:
+def secure(certificates: Path) -> Iterator[Cluster]:
+    with cluster(security=secured(certificates)) as running:
         yield running
 
 
@@ -54,11 +47,11 @@ def test_messages_go_through_a_cluster_that_speaks_only_tls(secure: Cluster) -> 
         assert len(list(consumer)) == 100
 
 
-def test_many_answers_at_once_are_all_read(secure: Cluster, folder: Path) -> None:
+def test_many_answers_at_once_are_all_read(secure: Cluster, certificates: Path) -> None:
     """Several answers may come in one record of TLS."""
 
     async def ask() -> list[bytes]:
-        async with await opened(secure.zookeeper, client_of(folder)) as session:
+        async with await opened(secure.zookeeper, client_of(certificates)) as session:
             await asyncio.gather(*(session.create(f"/many-{n}", b"%d" % n) for n in range(300)))
             found = [node.data for node in await asyncio.gather(*(session.get(f"/many-{n}") for n in range(300)))]
             await asyncio.gather(*(session.delete(f"/many-{n}", ANY_VERSION) for n in range(300)))
@@ -77,11 +70,11 @@ def test_a_client_without_tls_gets_no_answer(secure: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_refused_says_why(secure: Cluster, folder: Path, tmp_path: Path) -> None:
+def test_what_is_refused_says_why(secure: Cluster, certificates: Path, tmp_path: Path) -> None:
     make_folder(tmp_path / "other")
     assert "its certificate is refused: " in refused(secure.zookeeper, client_of(tmp_path / "other"))
     with EmbeddedZooKeeper() as plain:
-        assert "it closed the connection in the TLS handshake" in refused(plain.address, client_of(folder))
+        assert "it closed the connection in the TLS handshake" in refused(plain.address, client_of(certificates))
 
 
 @pytest.mark.slow
@@ -114,10 +107,10 @@ def certificate_of(server: EmbeddedZooKeeper) -> bytes | None:
 
 
 @pytest.mark.slow
-def test_an_ensemble(tmp_path: Path, folder: Path) -> None:
+def test_an_ensemble(tmp_path: Path, certificates: Path) -> None:
     """Its servers speak TLS among each other, too; it continues without its leader."""
     places = ",".join(f"127.0.0.1:{free_port()}:{free_port()}" for _ in range(3))
-    security = SecurityConfig(dir=str(folder))
+    security = SecurityConfig(dir=str(certificates))
     with contextlib.ExitStack() as stack:
         servers = [
             EmbeddedZooKeeper(tmp_path / str(number), ensemble=Ensemble.parse(number, places), security=security)
@@ -131,7 +124,7 @@ def test_an_ensemble(tmp_path: Path, folder: Path) -> None:
             stack.callback(server.stop)
 
         async def use(address: str) -> bytes:
-            async with await opened(address, client_of(folder), 60) as session:
+            async with await opened(address, client_of(certificates), 60) as session:
                 if await session.exists("/x") is None:
                     await session.create("/x", b"stored")
                 return (await session.get("/x")).data
@@ -145,14 +138,14 @@ def test_an_ensemble(tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_zookeeper_that_was_replaced_is_recognised(tmp_path: Path, folder: Path) -> None:
+def test_a_zookeeper_that_was_replaced_is_recognised(tmp_path: Path, certificates: Path) -> None:
     """It refuses the session permanently, without a message: the client begins another one."""
-    security, port = SecurityConfig(dir=str(folder)), free_port()
+    security, port = SecurityConfig(dir=str(certificates)), free_port()
     servers = [EmbeddedZooKeeper(tmp_path / name, port, security=security) for name in ("former", "new")]
 
     async def run() -> None:
         await asyncio.to_thread(servers[0].start)
-        async with await opened(servers[0].address, client_of(folder, "admin")) as session:
+        async with await opened(servers[0].address, client_of(certificates, "admin")) as session:
             for number in range(20):
                 await session.create(f"/of-the-former-{number}")
             before, lost = session.session_id, asyncio.Event()

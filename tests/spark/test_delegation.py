@@ -17,7 +17,7 @@ from metamq.testing import Cluster, cluster
 from metamq.zk.security.delegations import DELEGATIONS
 from metamq.zk.session.session import Session
 from tests.parts import wait_until
-from tests.security.certificate_folder import make_folder, secured
+from tests.security.certificate_folder import secured
 from tests.security.nodes import run
 
 PASSWORD = "canary in a coal mine"
@@ -61,14 +61,8 @@ spark.stop()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("certificates") / "security"
-
-
-@pytest.fixture(scope="module")
-def secure(folder: Path) -> Iterator[Cluster]:
-    make_folder(folder)
-    with cluster(security=secured(folder)) as running, running.admin() as admin:
+def secure(certificates: Path) -> Iterator[Cluster]:
+    with cluster(security=secured(certificates)) as running, running.admin() as admin:
         admin.set_user("etl", PASSWORD)
         yield running
 
@@ -84,14 +78,14 @@ def topic(secure: Cluster, request: pytest.FixtureRequest) -> str:
     return name
 
 
-def program(secure: Cluster, folder: Path, place: Path, topic: str, kind: str) -> subprocess.Popen[str]:
+def program(secure: Cluster, certificates: Path, place: Path, topic: str, kind: str) -> subprocess.Popen[str]:
     password = place / "password"
     password.write_text(PASSWORD)
     (place / "spark").mkdir()
     environment = {
         **os.environ,
         "METAMQ_ZOOKEEPER": secure.zookeeper,
-        "METAMQ_SECURITY_CA": str(folder / "ca.crt"),
+        "METAMQ_SECURITY_CA": str(certificates / "ca.crt"),
         "METAMQ_SECURITY_USER": "etl",
         "METAMQ_SECURITY_PASSWORD_FILE": str(password),
         "XDG_CACHE_HOME": str(place / "cache"),
@@ -120,14 +114,14 @@ def has_canary(place: Path) -> list[Path]:
 
 
 def test_batches_and_a_stream_of_many_batches_have_one_token_each(
-    secure: Cluster, folder: Path, tmp_path: Path, topic: str
+    secure: Cluster, certificates: Path, tmp_path: Path, topic: str
 ) -> None:
     out = f"{topic}-out"
     secure.create_topic(out, partitions=2)
     with secure.admin() as admin:
         for right in (READ, WRITE):
             admin.add_rules("allow", "etl", right, f"topic:{out}")
-    with program(secure, folder, tmp_path, topic, "batch") as driver:
+    with program(secure, certificates, tmp_path, topic, "batch") as driver:
         output, errors = driver.communicate(timeout=250)
     assert f"rows {2 * ROWS}" in output, errors[-2000:]
     assert f"written {2 * ROWS}" in output, errors[-2000:]
@@ -142,11 +136,11 @@ def test_batches_and_a_stream_of_many_batches_have_one_token_each(
         assert 1 <= len(own) <= 1 + (right == (READ, topic)), "the stream has read by its own"
 
 
-def test_a_stream_has_a_token_until_it_ends(secure: Cluster, folder: Path, tmp_path: Path, topic: str) -> None:
+def test_a_stream_has_a_token_until_it_ends(secure: Cluster, certificates: Path, tmp_path: Path, topic: str) -> None:
     def is_known() -> bool:
         return any(token.rights == {(READ, topic)} for token in tokens(secure).values())
 
-    with program(secure, folder, tmp_path, topic, "stream") as driver:
+    with program(secure, certificates, tmp_path, topic, "stream") as driver:
         assert driver.stdin is not None
         assert driver.stdout is not None
         said = iter(driver.stdout)

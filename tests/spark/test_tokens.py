@@ -30,21 +30,17 @@ from tests.security.certificate_folder import HOSTS, in_days, make_folder, secur
 
 PASSWORD = "canary in a coal mine"
 TOPIC = "flights"
+OTHER = "trains"
 VALUES = [b"%d" % number for number in range(1000)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("certificates") / "security"
-
-
-@pytest.fixture(scope="module")
-def secure(folder: Path) -> Iterator[Cluster]:
+def secure(certificates: Path) -> Iterator[Cluster]:
     """A master, a slave, and a ZooKeeper that speaks TLS."""
-    make_folder(folder)
-    with cluster(security=secured(folder)) as running, running.admin() as admin:
+    with cluster(security=secured(certificates)) as running, running.admin() as admin:
         running.add_slave()
-        running.create_topic(TOPIC, partitions=1)
+        for topic in (TOPIC, OTHER):
+            running.create_topic(topic, partitions=1)
         admin.set_user("etl", PASSWORD)
         for right in (READ, WRITE):
             admin.add_rules("allow", "etl", right, f"topic:{TOPIC}")
@@ -62,12 +58,12 @@ def is_ready(admin: Admin) -> bool:
 
 
 @pytest.fixture
-def driver(secure: Cluster, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def driver(secure: Cluster, certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The environment of a driver that logs in by password; returns the file with it."""
     password = tmp_path / "password"
     password.write_text(PASSWORD)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    settings = {"CA": folder / "ca.crt", "USER": "etl", "PASSWORD_FILE": password}
+    settings = {"CA": certificates / "ca.crt", "USER": "etl", "PASSWORD_FILE": password}
     for name, value in settings.items():
         monkeypatch.setenv(f"METAMQ_SECURITY_{name}", str(value))
     return password
@@ -120,9 +116,8 @@ def test_the_lifetime_has_limits(text: str) -> None:
 
 
 def test_a_driver_without_the_right_gets_no_token(secure: Cluster, driver: Path) -> None:
-    secure.create_topic("other", partitions=1)
-    with pytest.raises(NotAuthorized, match="'etl' may not read topic:other"):
-        planned(secure, subscribe="other")
+    with pytest.raises(NotAuthorized, match=f"'etl' may not read topic:{OTHER}"):
+        planned(secure, subscribe=OTHER)
 
 
 def changed(task: FetchTask, **fields: Any) -> FetchTask:
@@ -172,10 +167,10 @@ def test_a_task_at_a_broker_without_tls(secure: Cluster, driver: Path) -> None:
     ],
 )
 def test_a_brokers_certificate_that_a_task_refuses(
-    secure: Cluster, driver: Path, folder: Path, issue: Callable[[Authority], object], problem: str
+    secure: Cluster, driver: Path, certificates: Path, issue: Callable[[Authority], object], problem: str
 ) -> None:
     (task,) = planned(secure)
-    authority = Authority(folder)
+    authority = Authority(certificates)
     try:
         issue(authority)
         assert problem in refused(changed(task))
@@ -208,7 +203,7 @@ def test_a_sinks_token_is_for_its_topic(secure: Cluster, driver: Path, sinks: No
     with Producer(secure.zookeeper, security=security, linger_ms=0) as producer:
         producer.send(TOPIC, b"by token").result(30)
         with pytest.raises(NotAuthorized):
-            producer.send("other", b"by token").result(30)
+            producer.send(OTHER, b"by token").result(30)
 
 
 def test_many_batches_have_one_token_for_reading_and_one_for_writing(
