@@ -80,6 +80,8 @@ class BrokerConfig:
     lower this number."""
     connections_per_address_max: int = 0
     """Connections from one IP address; 0 is no limit."""
+    connections_per_principal_max: int = 0
+    """Connections of one user or certificate; 0 is half of `connections_max`."""
     idle_timeout_s: float = 600.0
     """A connection without any request is closed after this time; 0 keeps it."""
     unread_timeout_s: float = 300.0
@@ -117,6 +119,7 @@ class BrokerConfig:
             "open_files_max": (0, 1 << 20),
             "connections_max": (1, 1 << 20),
             "connections_per_address_max": (0, 1 << 20),
+            "connections_per_principal_max": (0, 1 << 20),
             "idle_timeout_s": (0, 86_400),
             "unread_timeout_s": (1, 86_400),
             "search_timeout_s": (0.01, 3600),

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import ssl
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,17 @@ OPENING_MAX = 256
 """Connections in the TLS handshake. It costs time and memory, and comes before all other limits."""
 SHUTDOWN_S = 5.0
 """Seconds for the end of a TLS connection."""
+TCP_CLOSE, TCP_CLOSE_WAIT = 7, 8
+"""States of a socket, of <netinet/tcp.h>."""
 TLS_HINT = "Give the client the certificate of the cluster's authority: METAMQ_SECURITY_CA."
+
+
+def peer_is_gone(transport: asyncio.Transport) -> bool:
+    """True if the kernel knows the end of the peer's stream, also while it is not read. Only Linux says so."""
+    if sys.platform != "linux":
+        return False
+    state: int = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return state in (TCP_CLOSE, TCP_CLOSE_WAIT)
 
 
 class Acceptor:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LOGIN, REFUSED, CHANGE, COMMAND = "login", "refused", "change", "command"
 STANDARD_ERROR = "-"
+CLIENT_CHARS_MAX = 200
+"""Characters of the name that a client gives itself."""
 FILES_KEPT = 5
 """Older files: `audit.log.1` is the newest of them."""
 LINES_PER_S = 20

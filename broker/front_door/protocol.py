@@ -28,7 +28,8 @@ from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, cast
 
-from metamq.broker.front_door.audit import CHANGE, COMMAND, LOGIN, REFUSED
+from metamq.broker.front_door.acceptor import peer_is_gone
+from metamq.broker.front_door.audit import CHANGE, CLIENT_CHARS_MAX, COMMAND, LOGIN, REFUSED
 from metamq.broker.front_door.authorisation import check
 from metamq.broker.front_door.connection_login import ConnectionLogin
 from metamq.broker.front_door.fetch_session import FetchSession
@@ -67,8 +68,6 @@ AUDITED = frozenset({Command.SYNC, Command.PROMOTE})
 """Commands that change roles."""
 FOR_OPERATORS = frozenset({Command.SYNC, Command.PROMOTE, Command.STATS, Command.BRANCHES})
 """The commands on kept connections, see metamq.broker.front_door.limits.admission."""
-CLIENT_CHARS_MAX = 200
-"""Characters of the name that a client gives itself, in the audit log."""
 HELLO_TIMEOUT_S = 10.0
 GOODBYE_TIMEOUT_S = 5.0
 STALL_BYTES = 64 * 1024
@@ -153,11 +152,10 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if self._place is ConnectionFate.CLOSED:
             self.abort()
         elif self._place is ConnectionFate.REFUSED:
-            self._turn_away()
+            self._turn_away(self._door.admission.refusal(self._address))
 
-    def _turn_away(self) -> None:
+    def _turn_away(self, refusal: ProtocolError) -> None:
         """Sends the reason, and closes when the client has read it."""
-        refusal = self._door.admission.refusal(self._address)
         log.warning("%s is refused: %s The limit on open files is %d.", self.peer, refusal, descriptors_max())
         self._write(self._connection.refusal(refusal))
         self._connection.close()
@@ -189,7 +187,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                         continue
                     self._waiting.append(event)
                     if event.body:
-                        self._door.requests.take(len(event.body))
+                        self._door.requests.take(len(event.body), self.owner)
                     if self._large_bytes:  # the frame in progress is the first to be complete
                         self._paid = event
                         self._reserve(0)
@@ -209,7 +207,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if not self._granted:
             self._door.requests.withdraw(self)
         elif self._large_bytes:
-            self._door.requests.release(self._large_bytes)
+            self._door.requests.release(self._large_bytes, self.owner)
         self._large_bytes = size
         if size:
             self._greeted_at = math.inf  # it asks for something, however long that waits
@@ -236,6 +234,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _is_open(self) -> None:
         self._is_known = True
+        if (refusal := self._door.admission.identify(self.principal)) is not None:
+            self._turn_away(refusal)
+            return
         self._user = self._user or self.principal
         if self.principal:
             client = self._connection.client[:CLIENT_CHARS_MAX]
@@ -292,6 +293,11 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def login_ends_s(self) -> float:
         """The end of the client's own login, in seconds since 1970; 0: it has none."""
         return self._login.expires_s if self._login is not None else 0.0
+
+    @property
+    def owner(self) -> str:
+        """The principal, or the IP address of a client that has none: the owner of the memory of its requests."""
+        return self.principal or self._address
 
     @property
     def who(self) -> str:
@@ -357,7 +363,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _give_up_waiting(self) -> None:
         self._paid = None
         while self._waiting:
-            self._door.requests.release(len(self._waiting.pop().body))
+            self._door.requests.release(len(self._waiting.pop().body), self.owner)
 
     def has_less_to_do(self) -> None:
         """Goes on with waiting requests: one request in slices is done."""
@@ -444,7 +450,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _done(self, request: Request) -> None:
         if request.body:
             self._inflight_bytes -= len(request.body)
-            self._door.requests.release(len(request.body))
+            self._door.requests.release(len(request.body), self.owner)
             if self._reading_paused:
                 self._regulate()
 
@@ -538,7 +544,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         else:
             stalled = self._connection.in_frame and not self._reading_paused and self._received_bytes < STALL_BYTES
         self._received_bytes, self._sent_bytes = 0, sent_bytes
-        if stalled and self._suspect:
+        if self._reading_paused and peer_is_gone(self._transport):
+            self.abort()
+        elif stalled and self._suspect:
             self._drop("has left a request incomplete, or an answer unread, and does not continue")
         elif now - self._sent_at > self._door.timeouts.unread_s:
             self._drop(f"has left {unsent_bytes:,} bytes unread for {now - self._sent_at:.0f} s")
@@ -557,10 +565,11 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self.count_unread()
-        self._door.admission.leave(self._address)
+        self._door.admission.leave(self._address, self.principal if self._is_known else "")
         self._deadline.cancel()
         if self._login is not None:
             self._login.close()
+        self._tls = self._login = None  # now, too: OpenSSL has up to a megabyte for a connection
         self._throttle.close()
         self._reserve(0)
         if self._unpacking is not None:

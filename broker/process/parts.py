@@ -107,7 +107,7 @@ def make_parts(
     }
     door = FrontDoor(
         table, read_role, transactions, counters, slices,
-        Admission(connections_max, config.connections_per_address_max), audit,
+        Admission(connections_max, config.connections_per_address_max, config.connections_per_principal_max), audit,
         RequestMemory(config.request_memory_bytes), AnswerMemory(config.answer_memory_bytes),
         Timeouts(config.unread_timeout_s, config.idle_timeout_s), lambda: greeting(config.id, ids.epoch), users,
     )  # fmt: skip

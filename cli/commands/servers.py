@@ -78,6 +78,8 @@ _SETTINGS = (
     ("--connections-max", "connections_max", int, "Maximum number of connections.  [10000]"),
     ("--connections-per-address-max", "connections_per_address_max", int,
      "Maximum number of connections from one IP address; 0 is no limit.  [0]"),
+    ("--connections-per-principal-max", "connections_per_principal_max", int,
+     "Maximum number of connections of one user or certificate; 0 is half of all.  [0]"),
     ("--idle-timeout", "idle_timeout_s", SECONDS,
      "Close a connection that sends no request for this time; 0 keeps it.  [10m]"),
     ("--unread-timeout", "unread_timeout_s", SECONDS,

@@ -22,7 +22,7 @@ from metamq.zk.session.session import Session
 from tests import one_zookeeper
 from tests.cli.conftest import Metamq, Outcome
 from tests.parts import SLOW_S
-from tests.security.certificate_folder import HOSTS, make_folder, secured
+from tests.security.certificate_folder import HOSTS, in_days, make_folder, secured
 from tests.security.nodes import run
 
 ROOT = Path(__file__).parents[2]

@@ -272,7 +272,7 @@ def test_a_node_that_a_stranger_put_into_an_open_group_is_named(
 
 def test_a_token_of_a_delegation_makes_no_group(owned: Cluster, etl: SecurityConfig, group: str) -> None:
     async def use(token: DelegatedToken) -> None:
-        with pytest.raises(NotAuthorized, match="may not write groups and sinks. Such a token is for reading"):
+        with pytest.raises(NotAuthorized, match=r"may not write groups and sinks\. Such a token is for reading"):
             await asyncio.to_thread(consume, owned, group, token.config)
 
     with_a_token(owned, etl, {(READ, "flights")}, use)

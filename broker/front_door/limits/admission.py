@@ -1,4 +1,4 @@
-"""Limits on connections: in all, and from one address. Some are kept for slaves and for operators.
+"""Limits on connections: in all, from one address, and of one principal. Some are kept for slaves and for operators.
 
     connections                       the broker
     up to `connections_max`           serves them
@@ -7,7 +7,8 @@
     LINGERING_MAX more                answers Busy and closes
     any further                       closes at once
 
-So a broker that is full of clients keeps its slaves, can be promoted, and can be inspected.
+So a broker that is full of clients keeps its slaves, can be promoted, and can be inspected. One principal has at most
+half of the connections, so it shuts out nobody else; brokers and the administrator have no such limit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import Counter
 from enum import Enum
 
 from metamq.errors import ProtocolError
+from metamq.security.config import RESERVED
 from metamq.words import count
 
 SLOTS_KEPT = 16
@@ -35,12 +37,15 @@ class ConnectionFate(Enum):
 class Admission:
     """The open connections of one broker. Used by its loop only."""
 
-    def __init__(self, connections_max: int, per_address_max: int = 0) -> None:
-        """`connections_max` follows from the setting and the limit on open files. `per_address_max` 0 is no limit."""
+    def __init__(self, connections_max: int, per_address_max: int = 0, per_principal_max: int = 0) -> None:
+        """`connections_max` follows from the setting and the limit on open files. `per_address_max` 0 is no limit,
+        `per_principal_max` 0 is half of `connections_max`."""
         self.connections_max = connections_max
         self.per_address_max = per_address_max
+        self.per_principal_max = per_principal_max or (connections_max + 1) // 2
         self._count = 0
         self._by_address: Counter[str] = Counter()
+        self._by_principal: Counter[str] = Counter()
 
     def enter(self, address: str) -> ConnectionFate:
         """Counts a new connection and returns its treatment. One leave() must follow."""
@@ -53,19 +58,38 @@ class Admission:
             return ConnectionFate.REFUSED
         return ConnectionFate.KEPT if over > 0 else ConnectionFate.SERVED
 
-    def leave(self, address: str) -> None:
-        """Removes a closed connection from the count."""
+    def identify(self, principal: str) -> ProtocolError | None:
+        """Counts a connection whose principal is known now; returns the reason why it is not served, or None."""
+        if not principal or principal in RESERVED:
+            return None
+        self._by_principal[principal] += 1
+        if self._by_principal[principal] <= self.per_principal_max:
+            return None
+        limit, setting = self.per_principal_max, "connections_per_principal_max"
+        return _busy(f"{principal!r} has {count(limit, 'connection')} already, the limit for one principal", setting)
+
+    def leave(self, address: str, identified: str = "") -> None:
+        """Removes a closed connection from the count. `identified`: the principal that identify() has counted."""
         self._count -= 1
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
-            del self._by_address[address]
+        _count_down(self._by_address, address)
+        if identified and identified not in RESERVED:
+            _count_down(self._by_principal, identified)
 
     def refusal(self, address: str) -> ProtocolError:
         """Returns the reason why a connection is not served."""
         if self.per_address_max and self._by_address[address] > self.per_address_max:
             limit, setting = self.per_address_max, "connections_per_address_max"
-            problem = f"busy: {address} has {count(limit, 'connection')} already, the limit for one address"
-        else:
-            limit, setting = self.connections_max, "connections_max"
-            problem = f"busy: the broker has {count(limit, 'connection')} already, its limit"
-        return ProtocolError(problem, hint=f"Close some, or raise the broker's {setting} and its limit on open files.")
+            return _busy(f"{address} has {count(limit, 'connection')} already, the limit for one address", setting)
+        limit, setting = self.connections_max, "connections_max"
+        return _busy(f"the broker has {count(limit, 'connection')} already, its limit", setting)
+
+
+def _busy(reason: str, setting: str) -> ProtocolError:
+    hint = f"Close some, or raise the broker's {setting} and its limit on open files."
+    return ProtocolError(f"busy: {reason}", hint=hint)
+
+
+def _count_down(counts: Counter[str], name: str) -> None:
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]

@@ -93,7 +93,7 @@ def test_large_frames_of_many_connections_are_read_in_turn(small: Cluster, conne
     process = psutil.Process(broker.pid)
     before = process.memory_info().rss
     senders = [Sender(client, data, pause=size // 2) for client in clients]
-    room = FRAME_BYTES_MAX // len(data)
+    room = FRAME_BYTES_MAX // 2 // len(data)  # the share of one address
     wait_until(lambda: metric(broker.http_port, "metamq_broker_requests_held_back") == count - room)
     assert metric(broker.http_port, "metamq_broker_request_bytes") == room * len(data)
     with small.producer() as producer:
@@ -117,15 +117,28 @@ def test_what_connections_leave_behind_goes_to_those_in_line(small: Cluster, con
     data = put(30 * MEBIBYTE)
     for hog in hogs:
         hog.send(data[:100_000])
-    wait_until(lambda: metric(broker.http_port, "metamq_broker_requests_held_back") == 2)
+    wait_until(lambda: metric(broker.http_port, "metamq_broker_requests_held_back") == 3)
     client = connect_to(broker.port)
     sender = Sender(client, put(40 * MEBIBYTE))
-    wait_until(lambda: metric(broker.http_port, "metamq_broker_requests_held_back") == 3)
+    wait_until(lambda: metric(broker.http_port, "metamq_broker_requests_held_back") == 4)
     for hog in reversed(hogs):  # those in line first
         hog.close()
     assert client.answer().status == status.OK
     sender.join(60)
     wait_until(lambda: metric(broker.http_port, "metamq_broker_request_bytes") == 0)
+
+
+def test_a_client_that_is_gone_leaves_the_queue(swept: LocalBroker, connect_to: Connect) -> None:
+    """The broker reads nothing of a connection that waits, not even its end."""
+    hog, waiting = connect_to(swept.broker.port), connect_to(swept.broker.port)
+    hog.send(put(40 * MEBIBYTE)[:100_000])
+    wait_until(lambda: metric(swept.broker.http_port, "metamq_broker_request_bytes") > 0)
+    waiting.send(put(MEBIBYTE)[:100_000])
+    wait_until(lambda: metric(swept.broker.http_port, "metamq_broker_requests_held_back") == 1)
+    waiting.close()
+    sweep(swept)
+    wait_until(lambda: metric(swept.broker.http_port, "metamq_broker_requests_held_back") == 0)
+    assert len(swept.broker._connections) == 1
 
 
 @pytest.mark.parametrize("sent", [1, PREFIX.size - 1, 1000, 100_000])
