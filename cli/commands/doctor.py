@@ -258,7 +258,7 @@ async def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
     exposed = sorted(filter(is_exposed, hosts))
     if not exposed:
         return Finding(what, "ok", "off, and clients use only addresses of this machine")
-    problem = f"off: whoever reaches {listed(exposed)} may read and change everything"
+    problem = f"off: any client that reaches {listed(exposed)} may read and change everything"
     return Finding(what, "warning", problem, EXPOSED_HINT)
 
 
