@@ -49,7 +49,7 @@ def lost_partitions(before: Places, present: Mapping[TopicPartition, str]) -> li
             topics = {one.topic for one in present}
             gone = PartitionNotFound(*tp) if tp.topic in topics else TopicNotFound(tp.topic)
             what = str(tp) if tp.topic in topics else f"topic {tp.topic!r}"
-            gone.problem = f"{what}, which the query has read, is not among its partitions any more"
+            gone.problem = f"{what}, which the query has read, is no longer among its partitions"
             gone.hint = "It was deleted, or the query subscribes to less than before."
             losses.append(gone)
         elif present[tp] != place.topic_id:

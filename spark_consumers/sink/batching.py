@@ -1,8 +1,8 @@
 """Turns Arrow batches of rows into the columns of batches for partitions: by Arrow's kernels, without a loop over rows.
 
-Rows with a key go where a Producer sends that key. Rows that may go anywhere stay together, in the pieces in which they
-came. A partition's pieces are collected until they make a batch: a small batch costs the broker and the readers as much
-as a large one. Pure: no I/O, no Spark.
+Rows with a key have the same partition as messages of a Producer with that key. Rows for any partition stay together,
+in the pieces in which they came. The pieces for a partition are collected until they make a batch: a small batch costs
+the broker and the readers as much as a large one. Pure: no I/O, no Spark.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Topics = Callable[[str], TopicConfig]
 COLUMNS = ("value", "key", "headers", "topic", "partition")
 """The columns of a message; a query may have others."""
 OPEN_BYTES_MAX = 32 * 1024 * 1024
-"""The most bytes of all waiting pieces. Without this limit, each of thousands of partitions waits for its megabyte."""
+"""The most bytes of all waiting pieces. Without this limit, each of thousands of partitions could keep a megabyte."""
 
 
 class Target(NamedTuple):
@@ -57,7 +57,7 @@ class _Piece(NamedTuple):
 
 
 class Batcher:
-    """The batcher of one task. `topic`: of all rows; None: see the column. `topics` gives a topic's configuration."""
+    """The batcher of one task. `topic`: of all rows; None: use the column. `topics` gives a topic's configuration."""
 
     def __init__(self, topic: str | None, topics: Topics, batch_bytes: int = BATCH_TARGET_BYTES) -> None:
         self._topic = topic

@@ -58,7 +58,7 @@ class SinkOptions:
     fail_on_data_loss: bool
     """True if it is an error that a broker has lost prepared messages of a decided batch."""
     token_lifetime_s: float
-    """The time for which the tasks' token counts; 0: tasks use the same files as the driver."""
+    """The time for which the tasks' token is valid; 0: tasks use the same files as the driver."""
 
 
 def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOptions:
