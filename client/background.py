@@ -22,7 +22,7 @@ from metamq.threads import start
 T = TypeVar("T")
 
 STOP_S = 2.0
-"""Seconds that the end of the process waits for a callback that does not return."""
+"""Seconds for which the end of the process waits for a callback that does not return."""
 
 
 class BackgroundLoop:

@@ -1,7 +1,7 @@
 """`metamq consume`: prints messages until the end, until a count, or until its reader closes the output.
 
-A message of a group is committed only after it has been written: the buffer is written first. So a consumer that is
-killed repeats lines, and loses none.
+A message of a group is committed only after it has been written: the buffer is written first. So after a kill, lines
+are repeated, but none is lost.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Printer:
             raise BrokenPipeError
 
     def _passes_end(self, message: Message[Any]) -> bool:
-        """Notes our position; returns True if this was the last partition with messages to read."""
+        """Records our position. Returns True if this was the last partition with messages to read."""
         assert self._ends is not None
         tp = TopicPartition(message.topic, message.partition)
         if message.offset + 1 >= self._ends.get(tp, 0):

@@ -76,7 +76,7 @@ IDLE_HINTS = {
 }
 """The hint for an idle member; True if its topics are gone."""
 PREPARED_MS_MAX = 60_000
-"""The time in which a coordinator decides. A slower one has failed, or waits for another one that has failed."""
+"""The time in which a coordinator decides. A slower coordinator has failed, or waits for one that has failed."""
 BRANCHES_NAMED = 5
 INDENT = 9
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -95,7 +95,7 @@ def doctor(output: str) -> int:
     metamq doctor -o json | jq '.[] | select(.status != "ok")'
     """
     settings = current()
-    # So that a wait for ZooKeeper is logged.
+    # This logs a wait for ZooKeeper.
     logging.getLogger("metamq.zk").setLevel(min(logging.WARNING, logging.getLogger("metamq").level))
     findings: list[Finding] = []
 
@@ -114,7 +114,7 @@ def doctor(output: str) -> int:
 
 def _print(finding: Finding) -> None:
     status = styled(finding.status.ljust(INDENT - 1), sys.stdout, fg=COLOURS[finding.status])
-    # Folded without the colours, which take no place.
+    # Wrapped before it is coloured: colours have no width.
     lines = folded(f"{' ' * INDENT}{finding.what}: {finding.detail}", sys.stdout)
     click.echo(f"{status} {lines[INDENT:]}")
     if finding.hint:
@@ -238,7 +238,7 @@ async def _look_inside(access: ClusterAccess, report: Callable[[Finding], None])
 
 
 async def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
-    """Finds what others can reach or change."""
+    """Reports data and ports that others can reach or change."""
     what = "security"
     zookeepers = {host for host, _port in parse_servers(access.zookeeper)[0]}
     if access.security.is_on:

@@ -45,7 +45,7 @@ def replica_faults(broker: BrokerReplicas) -> list[Finding]:
 
 
 def failover_faults(broker: BrokerReplicas, recent_switches: int) -> list[Finding]:
-    """Returns the reasons why no slave would take over although an operator expects that, and signs of flapping.
+    """Returns the reasons why no slave would take over although an operator expects it, and signs of flapping.
 
     `recent_switches`: automatic switches of the last RECENT_MS.
     """

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from metamq.zk.cluster.epochs import Known, master_of_epoch
 
 TWO_MASTERS = (
-    "two replicas were masters at once, after ZooKeeper was taken back, and each may have what the other lacks"
+    "two replicas were masters at once, after ZooKeeper was taken back, and each may have messages that the other lacks"
 )
 NO_ANSWER = "no other replica answers"
 

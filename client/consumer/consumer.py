@@ -211,8 +211,8 @@ class Consumer(ConsumerApi[T]):
         the consumer, seek back to the transaction's first message, or process the same message or batch again. If the
         transaction was stored, a commit of its messages raises OwnershipLost.
 
-        Raises OwnershipLost if a partition has another owner now, or these messages are counted already: roll back, and
-        continue with the next messages. Raises OffsetOutOfRange for a given offset beyond the end; then nothing is
+        Raises OwnershipLost if a partition has another owner now, or these messages are committed already: roll back,
+        and continue with the next messages. Raises OffsetOutOfRange for a given offset beyond the end; then nothing is
         committed. After any other error the commit can be repeated.
         """
         self._core.check_usable()

@@ -168,7 +168,7 @@ class LoopEnd:
         return Obstacle(error, time.monotonic() - over_s, outages.PATIENCE_S)
 
     def _not_placed(self) -> Obstacle | None:
-        if self.delayed_s():  # above its quota: the brokers live
+        if self.delayed_s():  # above its quota: the brokers are alive
             self._placed_at = time.monotonic()
         waiting = [state for state in list(self._placing) if not state.starting]
         if not self._placing:
@@ -255,7 +255,7 @@ class LoopEnd:
                 reason = error.reason if isinstance(error, ConnectError) else error.problem
                 away = ConnectError(
                     self.outages.name_of(broker_id),
-                    f"it did not say if {count(len(topic_ids), 'partition')} had more to read: {reason}",
+                    f"it did not report if {count(len(topic_ids), 'partition')} had more to read: {reason}",
                     hint="Is the broker running? The processed messages are committed: start again when it is back.",
                 )
                 return Obstacle(away, requested_at, outages.PATIENCE_S)

@@ -105,7 +105,7 @@ class Outages:
                 broker,
                 f"its master could not be reached for {PATIENCE_S:g} s, and slaves may lack the end of {tp}: "
                 f"{error.problem}",
-                hint="`metamq ha status` shows if a slave can be promoted. The processed messages are committed.",
+                hint="See in `metamq ha status` if a slave can be promoted. The processed messages are committed.",
             )
         return ConnectError(
             broker,

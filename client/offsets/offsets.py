@@ -36,7 +36,7 @@ CommitOutcome = Ownership | MetamqError
 """The claim after the commit, or the error if the commit was refused."""
 
 ClaimOutcome = CommittedOffset | MetamqError | None
-"""The committed offset, None if there is none, or the error if the storage does not accept the claim."""
+"""The committed offset, or None; or the error if the storage does not accept the claim."""
 
 
 @dataclass(frozen=True, slots=True)
