@@ -156,4 +156,4 @@ def _causes(error: Exception) -> Iterator[tuple[str, str]]:
             yield f"{where}{one.strerror or one}", ""
         else:
             logging.getLogger("metamq.cli").debug("unexpected", exc_info=one)
-            yield f"internal error: {one!r}", "Run the command again with --debug, and report what it prints."
+            yield f"internal error: {one!r}", "Run the command again with --debug, and report its output."

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _GAUGES = {
-    "incarnation": ("metamq_broker_incarnation", "Raised when this replica may lack what it acknowledged"),
+    "incarnation": ("metamq_broker_incarnation", "Raised when this replica may lack messages that it acknowledged"),
     "connections": ("metamq_broker_connections", "Open connections"),
     "open_log_files": ("metamq_broker_open_log_files", "Files of logs that are open"),
     "request_bytes": ("metamq_broker_request_bytes", "Memory of requests under way"),

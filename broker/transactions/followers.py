@@ -1,4 +1,4 @@
-"""Followers: ends transactions over several brokers whose client died before all of the brokers knew the outcome.
+"""Followers: ends transactions over several brokers whose client crashed before all of the brokers knew the outcome.
 
 Such a transaction has no coordinator. A branch at one broker, the *decider*, decides with DECIDE for the branches at
 the other brokers. These were prepared before, and know their decider (metamq.tx.app.work has the client's side).

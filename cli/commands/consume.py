@@ -161,7 +161,7 @@ class PollingConsumer(Consumer[bytes]):
 
 
 class Printer:
-    """Writes the messages of a consumer, and commits what is written."""
+    """Writes the messages of a consumer, and commits the written ones."""
 
     def __init__(
         self,

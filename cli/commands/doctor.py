@@ -354,7 +354,7 @@ async def _master(cluster: ClusterClient, broker_id: int) -> Finding:
     if header["writes_refused"]:
         return Finding(what, "problem", f"{seen}; it refuses writes: {header['writes_refused']}")
     if unlisted := header.get("unlisted"):
-        return Finding(what, "problem", f"{seen}; it keeps what ZooKeeper lacks: {'; '.join(unlisted)}")
+        return Finding(what, "problem", f"{seen}; it keeps topics that ZooKeeper lacks: {'; '.join(unlisted)}")
     if connection.greeting.broker_id != broker_id:
         hint = "Two brokers share an address, or --advertise names the wrong host."
         return Finding(what, "problem", f"{master.address} is broker {connection.greeting.broker_id}", hint)

@@ -137,9 +137,9 @@ def _next_master(broker: BrokerReplicas) -> str:
     running = [one.replica for one in slaves if one.address is not None]
     if is_waiting:
         losing = f"`{promote} {min([master.replica, *running])} --accept-loss`"
-        return f"No replica is in sync. Start all of them; {losing} then shows what would be lost, and asks."
+        return f"No replica is in sync. Start all of them; {losing} then shows the loss, and asks."
     if running:
-        losing = f"`{promote} {running[0]} --accept-loss` shows what would be lost, and asks"
+        losing = f"`{promote} {running[0]} --accept-loss` shows the loss, and asks"
         return f"Start replica {master.replica}: no other one is in sync. If it is lost permanently, {losing}."
     return "Start it. Its log says why it ended."
 

@@ -50,7 +50,7 @@ START_IT = "Start it. Its log says why it ended."
             APART,
             [
                 "Start replica 0: no other one is in sync. If it is lost permanently, "
-                "`metamq ha promote --broker 0 --slave 1 --accept-loss` shows what would be lost, and asks."
+                "`metamq ha promote --broker 0 --slave 1 --accept-loss` shows the loss, and asks."
             ],
         ),
         (DEAD, GONE, ["Start replica 0; or start replica 1, which is also in sync, and promote it.", "Start it."]),
@@ -66,7 +66,7 @@ START_IT = "Start it. Its log says why it ended."
             APART,
             [
                 "No replica is in sync. Start all of them; `metamq ha promote --broker 0 --slave 0 --accept-loss` then "
-                "shows what would be lost, and asks."
+                "shows the loss, and asks."
             ],
         ),
     ],

@@ -28,7 +28,7 @@ class Reserver(Protocol):
     """A connection that reserves memory."""
 
     def granted(self) -> None:
-        """Goes on with its frame: the memory is reserved."""
+        """Continues with its frame: the memory is reserved."""
 
 
 class RequestMemory:
