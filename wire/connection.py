@@ -143,7 +143,7 @@ class ClientConnection:
         self.producer_prefix = 0
         """The first bits of the producer ids that this client may use; 0: any."""
         self.zookeeper_proof = ""
-        """The proof for ZooKeeper of who this client is, by the scheme `digest`; empty: the broker gives nothing."""
+        """This client's proof of identity for ZooKeeper, by the scheme `digest`; empty: the broker gives none."""
         self._client = client
         self._opaque = 0
         self._waiting: dict[int, int] = {}
