@@ -473,7 +473,7 @@ class OwnershipLost(MetamqError):
 
 
 class TransactionError(MetamqError):
-    """A transaction failed. The subclass says what the caller must do.
+    """A transaction failed. The subclass shows the caller's next step.
 
     `code` is the XA code (metamq.wire.xa.XACode), `xid` is the branch as `str(Xid)`.
     """

@@ -225,7 +225,7 @@ class BrokerLogin:
     def _verifier(self, user: str) -> Verifier:
         self.user = user
         found = (self._find(user) or {}).get(self._mechanism)
-        made_up = _made_up(user, self._mechanism, self._identity.secret)  # in both cases, so that the time is the same
+        made_up = _made_up(user, self._mechanism, self._identity.secret)  # in both cases: the time must be the same
         return found if found is not None else made_up
 
 

@@ -1,7 +1,7 @@
 """Plans a query: asks for the offsets where it begins and ends, and makes the tasks of its ranges.
 
 The masters answer. If a broker has no master for a moment, and no slave is promoted, a batch query that reads from
-slaves uses a slave's answer: its tasks read what the slave shows. Later messages that the master has acknowledged may
+slaves uses a slave's answer: its tasks read the slave's messages. Later messages that the master has acknowledged may
 be missing, so the driver warns. If the slave does not have a requested offset or time, the driver waits for the master.
 """
 

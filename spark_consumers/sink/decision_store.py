@@ -42,7 +42,7 @@ class Sink(NamedTuple):
 
 
 class DecisionStore:
-    """The store. For one loop. All methods raise ConnectError; a repeated call finds out what the first one did."""
+    """The store. For one loop. All methods raise ConnectError; a repeated call finds the effect of the first."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

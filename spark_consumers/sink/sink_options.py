@@ -54,7 +54,7 @@ class SinkOptions:
     codec: Codec
     delivery_timeout_s: float
     transaction_timeout_s: float
-    """Seconds after which brokers roll back what a task has written and not prepared."""
+    """Seconds after which brokers roll back a task's messages that are not prepared."""
     fail_on_data_loss: bool
     """True if it is an error that a broker has lost prepared messages of a decided batch."""
     token_lifetime_s: float
