@@ -244,7 +244,7 @@ class BufferFull(MetamqError, BufferError):
     def __init__(self, limit: int) -> None:
         super().__init__(
             f"the producer's buffer of {limit:,} bytes is full",
-            hint="Wait with `flush()` (asyncio: `await drain()`), raise `buffer_bytes`, or look at the broker.",
+            hint="Wait with `flush()` (asyncio: `await drain()`), raise `buffer_bytes`, or check the broker.",
         )
         self.limit = limit
 
@@ -502,7 +502,7 @@ class OutcomeUnknown(TransactionError):
 
     retriable = True
     outcome: Outcome = "unknown"
-    hint = "Ask again, or look at `recover()` later."
+    hint = "Ask again, or call `recover()` later."
 
 
 class BranchNotKnown(TransactionError):

@@ -134,7 +134,7 @@ class ClientConnection:
         """`allocate` returns memory for a large frame: see FrameReader."""
         self.state = ConnectionState.GREETING
         self.login: Callable[[], Login | None] = lambda: None
-        """Returns the login if the broker asks for one; None: this client has no user."""
+        """Returns the login if the broker asks for one, or None if this client has no user."""
         self._login: Login | None = None
         self._mechanism = ""
         self._outgoing: list[Buffer] = []

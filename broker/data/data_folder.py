@@ -517,6 +517,6 @@ def _sync(folder: Path) -> None:
 def _failure(path: Path, action: str, error: OSError) -> StorageError:
     return shortage(f"{path}: {action}", error) or StorageError(
         f"{path}: {action} failed: {error.strerror or error}",
-        hint="Look at the disk and at the folder's permissions, then start the broker again.",
+        hint="Check the disk and the folder's permissions, then start the broker again.",
         outcome="not_done",
     )

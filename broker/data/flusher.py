@@ -70,7 +70,7 @@ class Flusher:
             raise
 
     def appended(self, partition: Partition) -> None:
-        """Notes an append; starts a flush soon if the topic's policy asks for one now."""
+        """Notes an append; starts a flush soon if the topic's policy requires one now."""
         self._dirty[partition] = None
         if not partition.flushing and partition not in self._due and partition.flush_due(0):
             if not self._due:

@@ -79,7 +79,7 @@ _LINKED = "At a slave: 1 when it is linked to its master"
 _RECEIVED = "At a slave: bytes of logs that came from masters"
 _IN_SYNC = "At the master: replicas in sync, itself included"
 _FAILOVER = "1 when an in-sync slave takes over by itself: failover is auto, and not paused"
-_PROMOTIONS = "Times that this replica became the master since its start: by itself, or asked"
+_PROMOTIONS = "Times that this replica became the master since its start: by itself, or on request"
 _GIVEN_UP = "Messages of async topics that this replica stored as a former master, and gave up"
 
 

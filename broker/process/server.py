@@ -79,7 +79,7 @@ RETRY_S = 1.0
 TOPICS_AT_ONCE = 64
 """Topics that are read at the same time. In sequence, each would take a round trip to ZooKeeper."""
 STALL_S = 30.0
-"""Seconds between two looks at stalled connections. A connection is closed after one to two of them."""
+"""Seconds between two checks for stalled connections. A connection is closed after one to two of them."""
 COLLECTED_AFTER = 20_000
 """New objects per run of the garbage collector over young objects. Python's default of 700 is a few requests."""
 OPEN_FILES_LEAST = 128
@@ -567,7 +567,7 @@ async def serve(config: BrokerConfig, access: ClusterAccess, *, ready: Callable[
 
 
 async def _started(broker: Broker) -> bool:
-    """Starts the broker. Returns False if it was asked to end before; the start is undone then."""
+    """Starts the broker. Returns False if a request to end came before; the start is undone then."""
     start, end = asyncio.ensure_future(broker.start()), asyncio.ensure_future(broker.wait())
     try:
         await asyncio.wait({start, end}, return_when=asyncio.FIRST_COMPLETED)

@@ -438,7 +438,7 @@ class RoleKeeper:
                 accept_loss=asked.accept_loss, handed_over=handed_over and not asked.master_stops,
             )  # fmt: skip
             if isinstance(mastership, Refused):
-                raise Fenced(self._what, "the state has changed meanwhile: look at `metamq ha status` again")
+                raise Fenced(self._what, "the state has changed meanwhile: run `metamq ha status` again")
             try:
                 await self._begin_epoch(mastership, registered)
             except SHORTAGES:

@@ -52,7 +52,7 @@ PUBLISH_MS = 300
 TURN_MS = 1000
 """Milliseconds that a candidate has for its take-over before the next one tries."""
 OBSTACLE_MS = 1000
-"""Milliseconds between two looks at an obstacle: no event reports its end."""
+"""Milliseconds between two checks of an obstacle: no event reports its end."""
 FREE_SWITCHES = 3
 """Automatic switches within FLAPPING_MS that need no pause."""
 FLAPPING_MS = 600_000

@@ -121,7 +121,7 @@ class Successor:
         self.given_up_messages = 0
         """The messages that this process has reported to gave_up()."""
         self.promotions = {"itself": 0, "asked": 0}
-        """Counts: this process became the master by itself, or asked by an operator or by a master that stops."""
+        """Counts: this process became the master by itself, or on request of an operator or of a master that stops."""
 
     @property
     def is_on(self) -> bool:

@@ -172,7 +172,7 @@ def split_lines(read: Callable[[], bytes]) -> Lines:
         rest = lines.pop()
         number += len(lines)
         if len(rest) > MESSAGE_BYTES_MAX:
-            raise MessageTooLarge(f"line {number:,}", len(rest), MESSAGE_BYTES_MAX, hint="Is this a file of lines?")
+            raise MessageTooLarge(f"line {number:,}", len(rest), MESSAGE_BYTES_MAX, hint="The input must have lines.")
         if lines:
             yield lines
     if rest:

@@ -86,7 +86,7 @@ async def until_connected(session: Session) -> None:
         raise ConnectError(
             f"ZooKeeper at {session.servers}",
             f"it has not answered for {RECONNECT_TIMEOUT_S:g} s",
-            hint="Is it running? `metamq doctor` looks at every part.",
+            hint="Check that it runs: `metamq doctor`.",
         ) from None
 
 

@@ -163,7 +163,7 @@ class LoopEnd:
         error = ConnectError(
             f"ZooKeeper at {self.servers}",
             f"it has not answered for {max(over_s, 0.0):.0f} s, so there may be more to read",
-            hint="Is it running? Messages that are not committed are delivered again.",
+            hint="Check that it runs. Messages that are not committed are delivered again.",
         )
         return Obstacle(error, time.monotonic() - over_s, outages.PATIENCE_S)
 
@@ -256,12 +256,12 @@ class LoopEnd:
                 away = ConnectError(
                     self.outages.name_of(broker_id),
                     f"it did not report if {count(len(topic_ids), 'partition')} had more to read: {reason}",
-                    hint="Is the broker running? The processed messages are committed: start again when it is back.",
+                    hint="Start again when the broker is back. The processed messages are committed.",
                 )
                 return Obstacle(away, requested_at, outages.PATIENCE_S)
             for tp, end in ends.items():
                 if positions[tp] < end:
                     what = f"reading {tp} from {positions[tp]} to its end at {end}"
-                    late = Timeout(what, outages.PATIENCE_S, hint="`metamq doctor` looks at every part.")
+                    late = Timeout(what, outages.PATIENCE_S, hint="`metamq doctor` checks every part.")
                     return Obstacle(late, requested_at, outages.PATIENCE_S)
         return None

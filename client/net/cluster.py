@@ -262,7 +262,7 @@ class ClusterClient:
                 raise ConnectError(f"slave {replica} of broker {broker_id}", "it is not registered in ZooKeeper")
             return await self.connections.get(address, purpose="reading from a slave")
         if address is None:
-            raise ConnectError(f"broker {broker_id}", "it is not registered in ZooKeeper", hint="Is it running?")
+            raise ConnectError(f"broker {broker_id}", "it is not registered in ZooKeeper", hint="Check that it runs.")
         self._addresses[broker_id] = address
         return await self.connections.get(address)
 

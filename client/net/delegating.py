@@ -1,7 +1,7 @@
 """A token of this client for others: it is made, renewed and ended at all brokers (metamq.security.delegation). The
-brokers share the list of tokens in ZooKeeper. Each one is asked nevertheless: a broker that has answered knows the
-token, so its holder can log in there at once. A broker that does not answer reads the list when it reaches ZooKeeper
-again.
+brokers share the list of tokens in ZooKeeper. The client asks each one nevertheless: a broker that has answered knows
+the token, so its holder can log in there at once. A broker that does not answer reads the list when it reaches
+ZooKeeper again.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Outages:
         return ConnectError(
             broker,
             f"{tp} could not be fetched for {PATIENCE_S:g} s: {error.problem}",
-            hint="Is the broker running? The processed messages are committed: start again when it is back.",
+            hint="Start again when the broker is back. The processed messages are committed.",
         )
 
 

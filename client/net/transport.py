@@ -44,7 +44,7 @@ LOGIN_PAUSE_S = 10.0
 KEPT_BYTES = 8 * 1024 * 1024
 """Bytes of buffers for large answers that a connection keeps for reuse."""
 
-IS_IT_RUNNING = "Is the broker running? `metamq doctor` looks at every part."
+IS_IT_RUNNING = "Check that the broker runs: `metamq doctor`."
 
 WAKE_BYTES = 256 * 1024
 """Within a large answer the kernel wakes the reader once per so many bytes, instead of once per 100 KB or so. One

@@ -22,7 +22,7 @@ from pathlib import Path
 from metamq.errors import ConfigError
 
 JUST_S = 5.0
-"""The most seconds from the file of a batch's offsets to the batch's first look at the sink."""
+"""The most seconds from the file of a batch's offsets to the batch's first check of the sink."""
 RUNNER = ".python_streaming_sink_runner"
 """Spark's module that commits a stream's batches, in processes of its own."""
 

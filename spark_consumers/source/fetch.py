@@ -273,7 +273,7 @@ class Fetching:
         error: MetamqError = ConnectError(
             self._broker(),
             "it is not registered in ZooKeeper",
-            hint="Is it running? `metamq doctor` looks at every part.",
+            hint="Check that it runs: `metamq doctor`.",
         )
         security = self._task.access.security
         for replica in order:
@@ -331,7 +331,7 @@ class Fetching:
         """Handles an empty answer: the log of this replica ends before the range does.
 
         A slave may not have the messages yet. A master may not show them yet. Only a replica that stays the master can
-        say that messages are lost. The master of the plan may be a slave by now, so ZooKeeper is asked before.
+        say that messages are lost. The master of the plan may be a slave by now, so the task asks ZooKeeper first.
         """
         if self._number != MASTER:
             self._short.add(self._number)

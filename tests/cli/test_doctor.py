@@ -52,7 +52,7 @@ def test_all_is_well(metamq: Metamq, topic: str) -> None:
 NOT_REGISTERED = "no connection to broker 0: it is not registered in ZooKeeper"
 WAITING = {
     "produce": ". `metamq doctor` shows the problem.\n",
-    "consume": f"broker 0: 4 partitions cannot be fetched at present: {NOT_REGISTERED}. Is it running?\n",
+    "consume": f"broker 0: 4 partitions cannot be fetched at present: {NOT_REGISTERED}. Check that it runs.\n",
 }
 
 

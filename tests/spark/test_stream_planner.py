@@ -157,7 +157,7 @@ def test_what_is_hardly_meant_is_warned_of(two: Cluster, caplog: pytest.LogCaptu
                 batch_ranges(view, parsed)
     first, second = (record.getMessage() for record in caplog.records if record.name == "metamq.spark")
     assert first == "no topic matches option 'subscribePattern', 'doubtfull.*', at present"
-    assert "'startingTimestamp' has the time 1735689600, in 1970: is that in seconds?" in second
+    assert "'startingTimestamp' has the time 1735689600, in 1970, probably in seconds" in second
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class OutcomeMemory:
                 self._in_order = False
 
     def epoch_of(self, xid: Xid) -> int | None:
-        """Returns the epoch of the id's committed use; None: it is not remembered."""
+        """Returns the epoch of the id's committed use, or None if it is not remembered."""
         if not self._known:
             return None
         rest = self._known.get(pack_id(xid))
