@@ -272,7 +272,7 @@ class ClientConnection:
     def _begin_login(self, offered: list[str]) -> None:
         self._login = self.login()
         if self._login is None:
-            raise AuthenticationFailed(self.address, "it asks for a user", hint=NO_USER)
+            raise AuthenticationFailed(self.address, "it requires a user", hint=NO_USER)
         self._mechanism, data = self._login.first(offered)
         self.state = ConnectionState.LOGIN
         self._send_login(data)

@@ -166,7 +166,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _hello_missing(self) -> None:
         if self._place is ConnectionFate.KEPT and self._greeted_at == math.inf and self._connection.state in AT_WORK:
             return  # it has sent a request that kept connections may send
-        wanted = "HELLO" if self._place is not ConnectionFate.KEPT else "request that the last connections are kept for"
+        wanted = "HELLO" if self._place is not ConnectionFate.KEPT else "request of a kind with reserved connections"
         if self._connection.state is ConnectionState.LOGIN:
             wanted = "login"
         log.info("%s sent no %s within %g s: closed", self.peer, wanted, HELLO_TIMEOUT_S)

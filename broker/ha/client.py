@@ -243,7 +243,7 @@ class HAClient:
             self._noticed()
 
     def was_cut(self, partition: Partition, last_epoch: int, messages: int) -> None:
-        """Notes that so many messages were cut from the end of a log whose last epoch this was.
+        """Notes that this number of messages was cut from the end of a log with this last epoch.
 
         The last master may have acknowledged them on `async` topics. A later master was asked for its messages, or an
         operator accepted the loss.

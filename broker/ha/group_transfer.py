@@ -60,4 +60,4 @@ class GroupTransferService:
         return None
 
     def _lease_over(self) -> Fenced:
-        return Fenced(self._what, "it was cut off from ZooKeeper for too long to know")
+        return Fenced(self._what, "it was cut off from ZooKeeper for longer than its lease")

@@ -58,7 +58,7 @@ class CommitsFirst(MetamqError):
 
     def __init__(self, partition: str) -> None:
         super().__init__(
-            f"{partition} takes no messages at present: commits that were answered before come first",
+            f"{partition} takes no messages at present: earlier commits come first",
             hint="Send again a little later.",
         )
         self.partition = partition

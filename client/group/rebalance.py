@@ -406,7 +406,7 @@ class ZKLoadRebalanceListener:
             self._group_plan.forget()
             self._look.set()
         except MetamqError as error:
-            log.debug("group %s: no beat of %s: %s", self._group, self._id, error)
+            log.debug("group %s: the node of %s is not updated: %s", self._group, self._id, error)
 
 
 def _now_ms() -> int:
@@ -414,6 +414,6 @@ def _now_ms() -> int:
 
 
 def _pause_s(failures: int) -> float:
-    """Returns the seconds to wait after so many consecutive failures: doubled, limited, and random."""
+    """Returns the seconds to wait after this number of consecutive failures: doubled, limited, and random."""
     ceiling_ms = min(RETRY_MS_MIN << min(failures, 10), RETRY_MS_MAX)
     return random.uniform(0.5, 1.0) * ceiling_ms / 1000

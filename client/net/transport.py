@@ -47,8 +47,8 @@ KEPT_BYTES = 8 * 1024 * 1024
 IS_IT_RUNNING = "Check that the broker runs: `metamq doctor`."
 
 WAKE_BYTES = 256 * 1024
-"""Within a large answer the kernel wakes the reader once per so many bytes, instead of once per 100 KB or so. One
-wake-up costs as much as copying some ten thousand bytes."""
+"""Within a large answer the kernel wakes the reader once per this number of bytes, instead of once per 100 KB or so.
+One wake-up costs as much as copying some ten thousand bytes."""
 _CLOSED = "the broker closed the connection"
 
 
@@ -78,7 +78,7 @@ def hosts_with_timeouts(host: str, timeout_s: float) -> list[tuple[str, float]]:
 
 
 def none_answered(address: str, errors: dict[str, ConnectError]) -> ConnectError:
-    """Returns the error for an address of which no host answered. `errors` has the error of each host.
+    """Returns the error for an address at which no host answered. `errors` has the error of each host.
 
     Its cause is a ConnectionRefusedError if each host refused: then no process listens at any of them.
     """

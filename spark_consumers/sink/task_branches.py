@@ -33,7 +33,7 @@ OWN_MAX = 5_000
 LOOK_S = 2.0
 BUFFER_BYTES = 32 * 1024 * 1024
 ANSWER_S = 30.0
-"""An attempt fails after so many seconds without an answer: the broker may have lost the attempt's messages."""
+"""An attempt fails after this number of seconds without an answer: the broker may have lost the attempt's messages."""
 REQUEST_BYTES = 4 * 1024 * 1024
 """A request of this size in bytes takes no further batch."""
 ROLLBACK_S = 5.0

@@ -61,7 +61,7 @@ WAIT_MS = 500
 DELAY_FIRST_S = 0.05
 DELAY_MAX_S = 2.0
 REFUSALS_MAX = 3
-"""The task asks ZooKeeper after so many refusals of an unknown topic. Replicas may not know a new topic yet."""
+"""The task asks ZooKeeper after this number of refusals of an unknown topic. Replicas may not know a new topic yet."""
 
 
 class FetchTask(NamedTuple):

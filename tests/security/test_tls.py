@@ -95,7 +95,7 @@ def test_a_client_with_a_certificate_is_served(secure: Cluster, certificates: Pa
 @FACES
 def test_a_client_without_an_identity(secure: Cluster, certificates: Path, connect: Connect) -> None:
     said = refused(connect, secure.broker.port, client_of(certificates))
-    assert "it asks for a user. Set METAMQ_SECURITY_USER" in said
+    assert "it requires a user. Set METAMQ_SECURITY_USER" in said
 
 
 @FACES

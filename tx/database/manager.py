@@ -200,8 +200,8 @@ def join_transaction(
                  zope.sqlalchemy `lambda: session.connection().connection`. The database has the outcome table, see
                  `metamq.tx.create_outcome_table`.
     manager:     the transaction manager; None: `transaction.manager`.
-    connect:     opens another connection to that database. With it an abort asks the database at once for its decision.
-    Without it, messages that were voted on wait for a Recoverer.
+    connect:     opens another connection to that database. With it an abort asks the database at once for its
+                 decision. Without it, messages that were voted on wait for a Recoverer.
 
     A Recoverer must run in some process in any case. Raises ConfigError if the table or the package is missing.
     """

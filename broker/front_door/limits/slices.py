@@ -89,7 +89,7 @@ class Slices:
                 if is_done:
                     queue.popleft()
                 if queue:
-                    self._queues[owner] = queue  # at the end of the line
+                    self._queues[owner] = queue  # at the end of the queue
                 if is_done:
                     owner.has_less_to_do()
         finally:  # an error in one request must not stop the others
