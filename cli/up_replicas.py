@@ -140,7 +140,7 @@ class ReplicaProcess:
         return how_it_ended(self._process.wait())
 
     def was_killed(self) -> bool:
-        """True if SIGKILL ended the process: then its log does not say why."""
+        """True if SIGKILL ended the process: then its log has no reason."""
         return self._process.wait() == -signal.SIGKILL
 
     def _end_of_log(self) -> str:

@@ -19,7 +19,7 @@ RESERVED = (ADMIN, BROKERS, ZOOKEEPER)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Hosts for which each server's certificate is valid."""
 WARN_DAYS = 30
-"""A certificate that expires sooner is shown as one to renew."""
+"""A certificate that expires sooner must be renewed."""
 
 
 @dataclass(frozen=True, slots=True)

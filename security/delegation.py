@@ -108,7 +108,7 @@ def is_renewed(known: Delegation | None, wanted: Delegation, now_ms: int) -> boo
 def with_token(delegations: Delegations, token_id: str, wanted: Delegation, now_ms: int) -> Delegations:
     """Returns the tokens with a new or renewed one, without those that have expired. Raises ConfigError.
 
-    A token with at least half of the wanted time does not change: so most requests to brokers write nothing. Renewing
+    A token with at least half of the wanted time does not change, so most requests to brokers write nothing. Renewing
     never shortens a token.
     """
     known = delegations.get(token_id)

@@ -7,7 +7,7 @@
     topics/<topic>@<topic id>/<index>/  one partition log each (metamq.broker.log).
     topics/.removed-…                   a topic that is being removed
 
-The *incarnation* says if this replica still has everything that it ever acknowledged. A killed process loses nothing
+The *incarnation* shows if this replica still has everything that it ever acknowledged. A killed process loses nothing
 that it wrote: the kernel's memory has it. A host that went down may have lost some of it. So a start after another boot
 of the host without a clean stop is a new incarnation, which counts as in sync only after it has caught up. A start that
 finds a torn log, or a log that ends before the messages that readers had seen, is a new incarnation, too. If the boots
@@ -446,7 +446,7 @@ class DataFolder:
                 raise _failure(path, "removing a topic", error) from error
 
 
-_META_HINT = "Restore the file from a backup: the logs do not say which replica this is."
+_META_HINT = "Restore the file from a backup: the logs do not identify the replica."
 
 
 def _load(path: Path) -> _Meta | None:

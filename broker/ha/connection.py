@@ -159,7 +159,7 @@ class HAConnection:
         self.held_seq = 0
         self.closed = False
         self.is_leaving = False
-        """True if the slave has said that it stops."""
+        """True if the slave has reported that it stops."""
         self._service = service
         self._wire = wire
         self._loop = loop

@@ -116,7 +116,7 @@ class SlaveLink:
         self._to_acknowledge = ToAcknowledge(self._handles)
         self._generation = 0
         self._undecided: set[int] = set()
-        """Handles for which the master has not said where to continue."""
+        """Handles for which the master has not decided where to continue."""
         self._waiting: set[Partition] = set()
         """Partitions for which the master cannot decide yet."""
         self._deciding: deque[sync.AttachResult] = deque()

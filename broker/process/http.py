@@ -1,4 +1,4 @@
-"""Serves /metrics, /healthz and /readyz in threads, so that they answer while the event loop is blocked.
+"""Serves /metrics, /healthz and /readyz in threads: they answer even while the event loop is blocked.
 
 It uses the standard library and prometheus-client: a port for scrapers needs no web framework. With `http_tls` the port
 speaks TLS only, and shows /metrics to a client whose certificate has the right `describe cluster`.

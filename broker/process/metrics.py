@@ -100,7 +100,7 @@ class SyncTimes:
         self._sum_s = 0.0
 
     def timed(self, sync: Sync) -> Sync:
-        """Wraps `sync` so that it is measured; a failed call counts too."""
+        """Wraps `sync` to measure it; a failed call counts too."""
 
         def measured(fd: int) -> None:
             begun = time.perf_counter()

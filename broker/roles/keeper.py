@@ -254,7 +254,7 @@ class RoleKeeper:
         """Begins an epoch that this replica has in ZooKeeper.
 
         `registered` is the session and the incarnation of its registration. If they have changed since, the replica
-        registers again. Raises SHORTAGES: settle() then begins the same epoch again, so that retries use up no epochs.
+        registers again. Raises SHORTAGES: settle() then begins the same epoch again: retries use up no epochs.
         """
         refusal = Fenced(self._what, "a new epoch begins")
         self._registered = -1, -1  # until the epoch has begun: the replica is not ready

@@ -428,7 +428,7 @@ class TransactionalCommandProcessor:
             term.journal.admit(branch.bytes if promises else 0)
         except (NotEnoughReplicas, CorruptData, DiskFull) as error:
             raise TryLater(branch.xid, XACode.RETRY, str(error)) from error
-        if verb is Verb.PREPARE:  # counted at once, so that branches prepared before the next tick fit, too
+        if verb is Verb.PREPARE:  # counted at once: branches prepared before the next tick must fit, too
             self.figures = self.figures._replace(promised_bytes=self.figures.promised_bytes + branch.bytes)
 
     def _check_served(self, topic: str, topic_id: str, index: int) -> None:

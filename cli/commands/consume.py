@@ -151,7 +151,7 @@ def _poll_reader(stream: IO[str]) -> select.poll | None:
 
 
 class PollingConsumer(Consumer[bytes]):
-    """A consumer whose loops end often, so that the command can check for signals and a closed output."""
+    """A consumer whose loops end often: the command then checks for signals and a closed output."""
 
     _asks_for_the_end = False
 

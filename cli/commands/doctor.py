@@ -318,7 +318,7 @@ async def _look_at_broker(cluster: ClusterClient, broker_id: int, report: Callab
             found = await describe_broker(cluster, broker_id)
         _report_unreadable(what, unreadable, report)
         if found is None:
-            report(Finding(what, "problem", "not registered", "Start replica 0. Its log says why it ended."))
+            report(Finding(what, "problem", "not registered", "Start replica 0. Its log has the reason for its end."))
             return False
         faults = replica_faults(found)
         if not any(fault.status == "problem" for fault in faults):

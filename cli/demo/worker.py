@@ -1,4 +1,4 @@
-"""One of the demo's consumers, as a process of its own, so that it can be killed.
+"""One of the demo's consumers, as a process of its own: it can be killed.
 
 The results and offsets of a batch go into one sqlite3 database in one transaction. So every flight counts once,
 whichever process is killed, at any time. The `flights` table's primary key would refuse a second copy.

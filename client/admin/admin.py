@@ -311,8 +311,7 @@ class Admin:
         """Sets the limits of a principal at each broker, per second, and returns the quota. 0: no limit.
 
         It replaces the former quota of the principal, and applies within a second, also to open connections.
-        `principal` is the name of a user or of a certificate; "*": each one without a quota of its own. Raises
-        ConfigError.
+        `principal` is a user or a certificate; "*": each one without a quota of its own. Raises ConfigError.
         """
         quota = Quota(write_bytes_s, read_bytes_s, requests_s)
         self._call(admin_users.set_quota, principal, quota)

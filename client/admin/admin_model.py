@@ -288,8 +288,7 @@ class BrokerReplicas:
 
     `failover` is "auto", "manual", "paused", or "unknown" if its node in ZooKeeper cannot be read. `successor`: the
     replica that would take over by itself if the master ended now, or None; then `no_successor` is the reason. If the
-    master does not answer, `successor_waits` is the reason why the successor waits; "" if it does not wait, or does not
-    answer.
+    master does not answer, `successor_waits` is the reason why the successor waits; "" if it does not wait or answer.
     """
 
     broker_id: int

@@ -150,7 +150,7 @@ class ZKLoadRebalanceListener:
         self._look.set()
         await self._task
         self._task = None
-        # First of all, so that the others plan while this member drains: they wait for each partition in any case.
+        # First of all: the others can then plan while this member drains. They wait for each partition in any case.
         leaving = asyncio.create_task(self._within(timeout_s, self._leave))
         await self._holdings.drain()
         await leaving

@@ -1,6 +1,7 @@
-"""Delays: a broker holds back the requests of a connection while the client is above its quota. Meanwhile the broker
-informs the client at least once in DELAY_MS_MAX. So the client knows that the broker is alive, and begins to measure
-the time-outs of its requests when the delay ends.
+"""Delays: a broker holds back the requests of a connection while the client is above its quota.
+
+Meanwhile it informs the client at least once in DELAY_MS_MAX. So the client knows that the broker is alive, and begins
+to measure the time-outs of its requests when the delay ends.
 """
 
 from __future__ import annotations

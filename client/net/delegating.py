@@ -1,7 +1,7 @@
-"""A token of this client for others: it is made, renewed and ended at all brokers (metamq.security.delegation). The
-brokers share the list of tokens in ZooKeeper. The client asks each one nevertheless: a broker that has answered knows
-the token, so its holder can log in there at once. A broker that does not answer reads the list when it reaches
-ZooKeeper again.
+"""A token of this client for others: it is made, renewed and ended at all brokers (metamq.security.delegation).
+
+The client asks each broker, although they share a list of tokens in ZooKeeper: a broker that has answered knows the
+token, so its holder can log in there at once. Any other broker reads the list when it reaches ZooKeeper again.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class DelegatedToken:
 
     async def renew(self) -> None:
         """Makes or renews the token at all brokers that answer. A token with half of its lifetime left does not change.
+
         Raises ConnectError if no broker answers, NotAuthorized if this client lacks the rights, ConfigError.
         """
         masters = list((await self._cluster.refresh_brokers()).values())

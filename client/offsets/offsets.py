@@ -59,7 +59,7 @@ class OffsetStorage(Protocol):
     """Stores committed offsets. Coroutines run in the consumer's loop and must not block it."""
 
     in_claim_node: bool
-    """True if the offsets are in the claim's node in ZooKeeper, so that a release commits, too."""
+    """True if the offsets are in the claim's node in ZooKeeper: then a release commits, too."""
 
     async def check(self) -> None:
         """Raises MetamqError, with the next step, if the storage cannot be used. Called before all other methods."""

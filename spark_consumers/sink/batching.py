@@ -182,7 +182,7 @@ class Batcher:
         if size <= self._batch_bytes and len(values) <= BATCH_COUNT_MAX and size <= config.max_message_bytes:
             yield TargetBatch(target, _ready(values, keys, headers), size)
             return
-        parts = -(-size // self._batch_bytes)  # of about equal size, so that the last one is not small
+        parts = -(-size // self._batch_bytes)  # of about equal size: the last one must not be small
         for first, end, part_size in _chunks([values, keys, headers], -(-size // parts)):
             if end - first == 1 or part_size > config.max_message_bytes:
                 self._check_sizes(config, [values, keys, headers], first, end)

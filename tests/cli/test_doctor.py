@@ -104,7 +104,7 @@ def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, pr
         assert looked.status == 1
         findings = by_name(looked.json)
         assert findings["broker 0"]["detail"].startswith("not registered")
-        assert findings["broker 0"]["hint"] == "Start it. Its log says why it ended."
+        assert findings["broker 0"]["hint"] == "Start it. Its log has the reason for its end."
         assert findings["topics"]["detail"] == (
             "not served, in whole or in part, while broker 0 has no master: flights"
         )

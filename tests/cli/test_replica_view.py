@@ -32,7 +32,7 @@ FULL = replica(1, "slave", "apart", "no room")
 LEARNER = replica(1, "slave", "learner")
 PROMOTE = "`metamq ha promote --broker 0 --slave 1` makes replica 1, which is in sync, the master"
 LOOK_AGAIN = "It may only be slow: run `metamq ha status` again. If it stays silent:"
-START_IT = "Start it. Its log says why it ended."
+START_IT = "Start it. Its log has the reason for its end."
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ START_IT = "Start it. Its log says why it ended."
         (MASTER, READY, []),
         (MASTER, BEHIND, []),
         (MASTER, GONE, ["Start it."]),
-        (MASTER, APART, ["If it has not just started, its log says why."]),
+        (MASTER, APART, ["If it has not just started, its log has the reason."]),
         (MASTER, FULL, [""]),
         (DEAD, READY, [f"{PROMOTE}, unless replica 0 comes back soon."]),
         (HANGS, READY, [f"{LOOK_AGAIN} {PROMOTE}, unless replica 0 comes back soon."]),

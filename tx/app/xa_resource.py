@@ -129,7 +129,7 @@ class XAResource:
         self._core.set_timeout(timeout_s)
 
     def is_same_rm(self, other: XAResource) -> bool:
-        """True if both reach the same broker id of one cluster, so that one may join a branch of the other."""
+        """True if both reach the same broker id of one cluster: then one may join a branch of the other."""
         return self._core.is_same_rm(other._core)
 
     def close(self) -> None:

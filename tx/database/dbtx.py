@@ -89,7 +89,7 @@ class DatabaseBlock(ABC):
         try:
             identity, self._mark = await self._outcomes.begin(database)
         except BaseException as error:
-            if database.began or isinstance(error, ConfigError):  # so that this connection can create the table
+            if database.began or isinstance(error, ConfigError):  # this connection must be able to create the table
                 await database.rollback()
             raise
         _last[id(database.connection)] = self

@@ -105,7 +105,7 @@ class DataManager:
         return f"metamq:{self._work.gtrid.hex()}"
 
     def savepoint(self) -> _Savepoint:
-        """Returns a savepoint. Later messages wait in memory, up to `buffer_bytes`, so that it can take them back."""
+        """Returns a savepoint. Later messages wait in memory, up to `buffer_bytes`: it can take them back."""
         return _Savepoint(self._outbox, self._outbox.savepoint())
 
     def tpc_begin(self, transaction: Any) -> None:
