@@ -44,9 +44,9 @@ class BrokerConfig:
     http_host: str = ""
     """Address of that port, if it differs from `host`: a network that only scrapers reach."""
     http_tls: bool = False
-    """True: that port speaks TLS, and /metrics needs a certificate with the right `describe cluster`."""
+    """True: that port uses TLS, and /metrics needs a certificate with the right `describe cluster`."""
     session_timeout_ms: int = 10_000
-    """ZooKeeper session time-out: a dead broker stays registered this long."""
+    """ZooKeeper session time-out: a crashed broker stays registered this long."""
     disk_reserve_bytes: int = 256 * MEBIBYTE
     """The broker refuses writes if less than this is free on the disk; reads and retention continue."""
     retention_check_s: float = 30.0

@@ -45,8 +45,8 @@ COMMANDS = {
     "log": ("metamq.cli.commands.log", "Check and print a broker's files, offline; give up a damaged log."),
     "security": ("metamq.cli.commands.security", "Make, renew and revoke the certificates of a cluster."),
     "user": ("metamq.cli.commands.user", "Add, list and remove the users who log in by password."),
-    "acl": ("metamq.cli.commands.user", "Allow and deny, list and explain what users and certificates may do."),
-    "quota": ("metamq.cli.commands.user", "Limit how much users and certificates may use in a second."),
+    "acl": ("metamq.cli.commands.user", "Show and change the rights of users and certificates."),
+    "quota": ("metamq.cli.commands.user", "Show and change quotas of users and certificates."),
     "bench": ("metamq.cli.commands.bench", "Measure the throughput of a running cluster."),
     "doctor": ("metamq.cli.commands.doctor", "Check every part of a cluster, and report problems."),
     "demo": ("metamq.cli.demo.story", "Send real data through a real cluster, and kill parts of it."),
@@ -156,4 +156,4 @@ def _causes(error: Exception) -> Iterator[tuple[str, str]]:
             yield f"{where}{one.strerror or one}", ""
         else:
             logging.getLogger("metamq.cli").debug("unexpected", exc_info=one)
-            yield f"internal error: {one!r}", "Run the command again with --debug, and report what it prints."
+            yield f"internal error: {one!r}", "Run the command again with --debug, and report its output."

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _EscapingFormatter(logging.Formatter):
-    """Escapes control characters in log lines, so that other people's bytes do not control the terminal."""
+    """Escapes control characters in log lines: other people's bytes must not control the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escaped(super().format(record))

@@ -22,9 +22,9 @@ class Stopped(KeyboardInterrupt):
 class StopSignals:
     """Notes SIGINT, SIGTERM and SIGHUP, which then do not end the process; a second Ctrl-C raises KeyboardInterrupt.
 
-    Enter it before you start anything that must be stopped. An exception from a signal handler can come between any
-    two steps, even between the start of a process and the note of it. So code that starts processes calls `check` now
-    and then, and only code that holds nothing runs `at_once`.
+    Enter it before you start anything that must be stopped. An exception from a signal handler can come between any two
+    steps, even between the start of a process and the note of it. So code that starts processes calls `check` from time
+    to time, and only code that needs no clean-up runs `at_once`.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ class ReportedWait:
         time.sleep(WAIT_S)
 
     def replicas(self, admin: Admin) -> dict[int, BrokerReplicas]:
-        """Returns admin.replicas(). Waits while ZooKeeper, which answered before, is away."""
+        """Returns admin.replicas(). Waits while ZooKeeper, which answered before, does not answer."""
         while True:
             try:
                 return admin.replicas()

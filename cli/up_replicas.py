@@ -39,7 +39,7 @@ LOG_LINES = 12
 ERROR_PREFIX = "metamq: "
 """The beginning of the error message of a command that fails."""
 POLL_S = 0.05
-KILLED_HINT = "A user killed it, or the kernel did because memory ran out; its log cannot say which."
+KILLED_HINT = "A user killed it, or the kernel did because memory ran out. The log cannot show which."
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class ReplicaProcess:
         return how_it_ended(self._process.wait())
 
     def was_killed(self) -> bool:
-        """True if SIGKILL ended the process: then its log does not say why."""
+        """True if SIGKILL ended the process: then its log has no reason."""
         return self._process.wait() == -signal.SIGKILL
 
     def _end_of_log(self) -> str:
@@ -257,7 +257,7 @@ class Replicas:
         say(f"To start it again: {ended.command()}")
 
     def end(self) -> None:
-        """Stops the running replicas gracefully, the slaves first: so none takes over, and the roles stay as they are.
+        """Stops the running replicas gracefully, slaves first. So none takes over, and the roles do not change.
 
         Raises MetamqError if one fails while it stops.
         """
@@ -287,7 +287,7 @@ def _master_of(broker: BrokerReplicas | None) -> int | None:
 
 
 def _succession(broker: BrokerReplicas) -> str:
-    """Returns who follows the master that has ended."""
+    """Describes the successor of the master that has ended."""
     slaves = [one for one in broker.replicas if one.in_sync and one.role != "master"]
     ready = [one.replica for one in slaves if one.address is not None and _answers(one.address)]
     if broker.successor in ready:

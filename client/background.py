@@ -22,7 +22,7 @@ from metamq.threads import start
 T = TypeVar("T")
 
 STOP_S = 2.0
-"""Seconds that the end of the process waits for a callback that does not return."""
+"""Seconds for which the end of the process waits for a callback that does not return."""
 
 
 class BackgroundLoop:
@@ -76,7 +76,7 @@ class BackgroundLoop:
             raise
         try:
             return call.result()
-        except asyncio.CancelledError:  # close() in another thread cancelled what the coroutine waited for
+        except asyncio.CancelledError:  # close() in another thread cancelled the work that the coroutine waited for
             closed = closed_client("client", "by another thread, while this call waited for an answer")
             raise closed.with_unknown_outcome() from None
 

@@ -107,6 +107,6 @@ def awaitable_listener(value: object) -> WrongType:
     """Returns the error for a coroutine function as the listener of the blocking run()."""
     name = getattr(value, "__qualname__", None) or reprlib.repr(value)
     return WrongType(
-        f"`listener` must be a plain function: the blocking run() does not await what {name} returns",
+        f"`listener` must be a plain function: the blocking run() does not await the result of {name}",
         hint="Use metamq.aio.Consumer, which awaits its listener, or make it a function without `async`.",
     )

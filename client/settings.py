@@ -1,7 +1,7 @@
 """Settings: one TOML file, then METAMQ_… in the environment, then arguments; a later source wins.
 
 A setting is a field of a frozen dataclass. An unknown key is an error with a suggestion. An error names the source of
-the value, so that the user knows which of the three places is wrong.
+the value: the user must know which of the three places is wrong.
 
 Other programs use the environment too: a Kubernetes Service called metamq puts METAMQ_PORT into every pod. So a
 variable is an error only if it begins with the prefix of the section, as METAMQ_BROKER_…, or is very similar to a known

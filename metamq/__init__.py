@@ -1,6 +1,6 @@
 """metamq: a pull-style message queue for Python and Spark.
 
-The public names are in this module and are imported on first use (PEP 562), so that `import metamq` costs nothing.
+The public names are in this module and are imported on first use (PEP 562): `import metamq` stays fast.
 The asyncio versions of `Producer`, `Consumer` and `Admin` are in `metamq.aio`.
 """
 

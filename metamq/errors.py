@@ -5,7 +5,7 @@
     │   ├── UnsupportedVersion    the other side speaks another protocol version
     │   └── AuthenticationFailed  the other side does not accept the user, or its password or certificate
     ├── NotAuthorized             the rules do not allow this client to do this
-    ├── ServerBusy                the server does as much as it may do at a time
+    ├── ServerBusy                the server is at one of its limits
     ├── ProtocolError             the other side sent bytes that are not the protocol
     ├── ConfigError               a setting, name or argument is wrong
     │   ├── WrongType             an argument has the wrong type                  (also TypeError)
@@ -30,8 +30,8 @@
     ├── TooManyThreads            the system starts no further thread for the process
     ├── OwnershipLost             another member owns the partition now
     ├── TransactionError          a transaction failed
-    │   ├── RolledBack            it was rolled back: do it again in a new transaction
-    │   ├── OutcomeUnknown        it may be done or not: ask again
+    │   ├── RolledBack            it was rolled back: repeat it in a new transaction
+    │   ├── OutcomeUnknown        it may have succeeded: ask again
     │   ├── BranchNotKnown        the broker does not know the branch
     │   ├── HeuristicOutcome      an operator has decided the branch
     │   ├── BranchMisuse          the call is not allowed in the branch's state
@@ -114,7 +114,7 @@ class UnsupportedVersion(ConnectError):
 
 
 class AuthenticationFailed(ConnectError):
-    """The other side at `address` does not accept who this side is. A repetition fails in the same way."""
+    """The other side at `address` rejects the identity of this side. A retry fails in the same way."""
 
     retriable = False
     hint = "See METAMQ_SECURITY_USER and METAMQ_SECURITY_PASSWORD_FILE, and `metamq user list`."
@@ -124,7 +124,7 @@ class AuthenticationFailed(ConnectError):
 
 
 class NotAuthorized(MetamqError):
-    """`principal` does not have the `right` on `resource`, which may not even exist."""
+    """`principal` does not have the `right` on `resource`. The resource may not exist."""
 
     def __init__(self, principal: str, right: str, resource: str, *, hint: str | None = None) -> None:
         shown = " ".join(map(shlex.quote, (principal, right, resource)))
@@ -136,13 +136,13 @@ class NotAuthorized(MetamqError):
 
 
 class ServerBusy(MetamqError):
-    """The server does as much of `what` as it may do at a time. Nothing was done."""
+    """The server is at its limit for `what`. It has not done the request."""
 
     retriable = True
     hint = "Call again a little later."
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"the server does not take more {what} now")
+        super().__init__(f"the server accepts no more {what} now")
         self.what = what
 
 
@@ -163,7 +163,7 @@ class ForkedError(ConfigError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"this {what} was made before the process forked and does not work in the child",
+            f"this {what} was made before the process forked, and does not work in the child",
             hint=f"Make the {what} in the child.",
         )
 
@@ -244,7 +244,7 @@ class BufferFull(MetamqError, BufferError):
     def __init__(self, limit: int) -> None:
         super().__init__(
             f"the producer's buffer of {limit:,} bytes is full",
-            hint="Wait with `flush()` (asyncio: `await drain()`), raise `buffer_bytes`, or look at the broker.",
+            hint="Wait with `flush()` (asyncio: `await drain()`), raise `buffer_bytes`, or check the broker.",
         )
         self.limit = limit
 
@@ -338,13 +338,13 @@ class OffsetOutOfRange(MetamqError):
 
 
 class OffsetDiverged(OffsetOutOfRange):
-    """The messages that were read before `offset` differ from those that the log has: a promotion accepted their loss.
+    """The log no longer has the messages that were read before `offset`: a promotion accepted their loss.
 
-    The two are the same before the offset `agreed`. `epoch` is the epoch of the message before `offset`.
+    Before the offset `agreed` the log is unchanged. `epoch` is the epoch of the message before `offset`.
     """
 
     def __init__(self, what: str, offset: int, start: int, end: int, agreed: int, epoch: int) -> None:
-        reason = f"what was read from {agreed} on was given up by a promotion with an accepted loss"
+        reason = f"a promotion with an accepted loss gave up the messages read from {agreed} on"
         super().__init__(what, offset, start, end, reason)
         self.hint = "Seek to the offset to continue at, or choose `on_data_loss='earliest'|'latest'`."
         self.agreed = agreed
@@ -460,7 +460,7 @@ class TooManyThreads(MetamqError):
 
 
 class OwnershipLost(MetamqError):
-    """The partition is another consumer's now, or its messages are counted already. Uncommitted messages come again."""
+    """Another consumer owns the partition now, or has committed its messages. Uncommitted messages come again."""
 
     def __init__(self, topic: str, partition: str, reason: str) -> None:
         super().__init__(
@@ -473,7 +473,7 @@ class OwnershipLost(MetamqError):
 
 
 class TransactionError(MetamqError):
-    """A transaction failed. The subclass says what the caller must do.
+    """A transaction failed. The subclass shows the caller's next step.
 
     `code` is the XA code (metamq.wire.xa.XACode), `xid` is the branch as `str(Xid)`.
     """
@@ -498,11 +498,11 @@ class RolledBack(TransactionError):
 
 
 class OutcomeUnknown(TransactionError):
-    """No answer came (XAER_RMFAIL). The call may be done or not: the caller must not assume a rollback."""
+    """No answer came (XAER_RMFAIL). The call may have succeeded: the caller must not assume a rollback."""
 
     retriable = True
     outcome: Outcome = "unknown"
-    hint = "Ask again, or look at `recover()` later."
+    hint = "Ask again, or call `recover()` later."
 
 
 class BranchNotKnown(TransactionError):

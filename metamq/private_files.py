@@ -1,6 +1,6 @@
 """Files with messages, offsets and decisions: the owner may write them, the group may read them, others have no access.
 
-All files that metamq's own processes create are like this, whatever the umask; a stricter umask stays in force. A
+metamq's own processes create all files with these modes, whatever the umask; a stricter umask stays in force. A
 library in an application's process opens its files with these modes and does not change the umask of the process.
 """
 

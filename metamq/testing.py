@@ -1,4 +1,4 @@
-"""Real parts for tests: an embedded ZooKeeper and broker processes that run only as long as a test.
+"""Real parts for tests: an embedded ZooKeeper and broker processes that run as long as a test.
 
     def test_orders(metamq_cluster):                       # the pytest fixture: one cluster per session
         metamq_cluster.create_topic("orders")
@@ -58,7 +58,7 @@ class BrokerProcess:
         self.log_path: Path = data.with_name(f"{data.name}.log")
         self._zookeeper = zookeeper
         self.security = INSECURE
-        """Its security, from the next start on."""
+        """Its security settings. A change takes effect at the next start."""
         self.settings: dict[str, object] = {"disk_reserve_bytes": 64 * 1024 * 1024, "http_port": 0, **settings}
         self._process: subprocess.Popen[str] | None = None
 
@@ -260,7 +260,7 @@ def cluster(
     """Runs a cluster for a `with` block. `folder` keeps its data; by default the data is removed at the end.
 
     `zookeeper` is the address of a running server, best with a chroot of its own: "host:port/chroot". By default the
-    cluster starts a server. `security` is that of brokers and clients. `settings` are the settings of
+    cluster starts a server. `security` has the security settings of brokers and clients. `settings` are the settings of
     metamq.broker.config.BrokerConfig, for all brokers.
     """
     own = Path(tempfile.mkdtemp(prefix="metamq-")) if folder is None else None

@@ -1,4 +1,4 @@
-"""Starts threads, one at a time or a whole pool at once. If the system gives no more threads: TooManyThreads."""
+"""Starts threads, one or a whole pool. Raises TooManyThreads if the system allows no more threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def start(thread: threading.Thread) -> None:
 
 
 def start_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """Returns a pool whose threads all run already: a later start could fail. Raises TooManyThreads."""
+    """Returns a pool after all its threads are started, since a later start could fail. Raises TooManyThreads."""
     pool = ThreadPoolExecutor(threads, name)
     all_run = threading.Barrier(threads + 1)
     try:

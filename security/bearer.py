@@ -1,12 +1,12 @@
-"""A login by a token: OAUTHBEARER (RFC 7628) over TLS, both ends.
+"""Login by token: OAUTHBEARER (RFC 7628) over TLS, both ends.
 
     client                                                  broker
     AUTHENTICATE(OAUTHBEARER, the token)    ─────────>      checks its signature by a JWKS file, its audience, its time
                                             <─────────      done
 
-The token is a JWT that an authority of the company signs. A broker asks no server: it has the authority's public keys
-in a file, and reads the file again when it changes. The principal is a claim of the token. The connection ends when the
-token expires; the client then connects again, and reads its token file again.
+The token is a JWT signed by the company's authority. A broker verifies it without a server, with the authority's public
+keys from a file. It reads the file again after a change. A claim of the token names the principal. The connection ends
+when the token expires; the client then reads its token file again and reconnects.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger("metamq.security")
 
 BEARER = "OAUTHBEARER"
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""Signatures by a private key: whoever can verify a token cannot make one."""
+"""Signatures by a private key only: a broker that can verify a token cannot make one."""
 TOKEN_BYTES_MAX = 3 * 1024
 """The frame of a login has at most 4 KiB."""
 LEEWAY_S = 10
-"""Seconds that clocks may differ."""
+"""The accepted difference of clocks, in seconds."""
 _GS2, _SEPARATOR, _SCHEME = b"n,,", b"\x01", b"auth=Bearer "
 
 
@@ -66,14 +66,14 @@ class TokenLogin:
         return BEARER, _SEPARATOR.join((_GS2, _SCHEME + token, b"", b""))
 
     def next(self, data: bytes) -> bytes:
-        """Returns nothing: the login is done. Raises AuthenticationFailed."""
+        """Returns no data: the login is done. Raises AuthenticationFailed."""
         if data:
             raise AuthenticationFailed(self._address, "it answers a token with data")
         return b""
 
 
 class KnownToken(NamedTuple):
-    """The content of a token that was verified."""
+    """The content of a verified token."""
 
     principal: str
     expires_s: float
@@ -81,7 +81,7 @@ class KnownToken(NamedTuple):
 
 
 class TokenVerifier:
-    """Verifies tokens by the keys in a file. Used by the broker's loop only."""
+    """Verifies tokens with the keys in a file. For the broker's loop only."""
 
     mechanism = BEARER
 
@@ -141,16 +141,16 @@ class TokenVerifier:
         raise error
 
     def _current_keys(self) -> list[Any]:
-        """Returns the present keys of the file, or the last ones that could be read."""
+        """Returns the keys in the file, or the last keys that could be read."""
         state = self._state_of_file()
         if state not in (self._state, self._failed):
             try:
                 self._keys = _keys_of(Path(self._path))
                 self._state = self._failed = state
-                log.info("the keys of %s are in use", self._path)
+                log.info("tokens are verified with the new keys of %s", self._path)
             except ConfigError as error:
                 self._failed = state
-                log.error("the former keys of tokens stay in use: %s", error)
+                log.error("tokens are still verified with the former keys: %s", error)
         return self._keys
 
     def _state_of_file(self) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
-"""Makes the authority of a cluster, the certificates that it signs, and the list of those that it revoked.
+"""Makes the authority of a cluster, its certificates, and its list of revoked certificates.
 
 The authority is one key pair in a folder of its owner. It signs one certificate for all brokers (the name `brokers`),
 one for ZooKeeper, one for the administrator, and more for clients. The name in a certificate, its CN, is the principal.
-Keys are ECDSA on P-256: their handshakes cost a broker a twentieth of RSA's.
+Keys are ECDSA on P-256: a handshake costs a broker a twentieth of one with RSA.
 
 Needs `cryptography`: pip install 'metamq[security]'.
 """
@@ -36,15 +36,15 @@ ISSUED = "issued"
 CA_DAYS = 3650
 DAYS = 365
 CRL_DAYS = 3650
-"""The list of revoked certificates is read from a file, so it needs no short life."""
+"""A long validity is safe: processes read the list of revoked certificates from a file."""
 FOLDER_MODE = 0o700
 BACKDATED = timedelta(minutes=5)
-"""Clocks of other machines may be behind by this time."""
+"""The clocks of other machines may be slow by this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateInfo:
-    """A certificate, for people."""
+    """The fields of a certificate for display."""
 
     name: str
     hosts: tuple[str, ...]
@@ -59,7 +59,7 @@ class CertificateInfo:
 
 
 class Authority:
-    """The certificate authority in a folder. Not for several processes at a time."""
+    """The certificate authority in a folder. Only one process at a time may use it."""
 
     def __init__(self, folder: Path) -> None:
         """Opens an authority. Raises ConfigError if there is none, or a file is damaged."""
@@ -82,11 +82,11 @@ class Authority:
 
     @classmethod
     def make(cls, folder: Path) -> Authority:
-        """Makes the authority, and the folder. Raises ConfigError if one is there: it is never replaced."""
+        """Makes the authority and its folder. Raises ConfigError if there is one: an authority is never replaced."""
         if (folder / CA).exists() or (folder / CA_KEY).exists():
             raise ConfigError(
                 f"the folder {folder} has an authority already",
-                hint="All certificates depend on it. `metamq security issue` makes more certificates.",
+                hint="All certificates depend on it. To make more certificates, use `metamq security issue`.",
             )
         if not folder.exists():
             folder.mkdir(FOLDER_MODE, parents=True)
@@ -117,7 +117,7 @@ class Authority:
     ) -> CertificateInfo:
         """Makes the key pair `name`.key and the certificate `name`.crt; a later call replaces both.
 
-        With `hosts` it is a certificate for servers, which are clients of other servers, too. Raises ConfigError.
+        With `hosts` it is a certificate for servers, valid also for clients. Raises ConfigError.
         """
         check_name(name)
         now = now or datetime.now(UTC)
@@ -149,7 +149,7 @@ class Authority:
         return self._info(made, set())
 
     def certificates(self) -> list[CertificateInfo]:
-        """Returns the certificates in the folder, by name, without that of the authority."""
+        """Returns the certificates in the folder by name, except the authority's own."""
         return self._infos(self.folder)
 
     def _infos(self, folder: Path) -> list[CertificateInfo]:
@@ -161,7 +161,7 @@ class Authority:
             raise ConfigError(f"a certificate in {folder} is damaged: {error}", hint="Issue it again.") from error
 
     def revoke(self, name: str) -> list[CertificateInfo]:
-        """Adds all certificates `name` to the list of revoked ones, those before a renewal too, and returns them.
+        """Revokes all certificates `name`, including those before a renewal, and returns them.
 
         Raises ConfigError if there is none.
         """

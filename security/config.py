@@ -1,6 +1,6 @@
 """The security settings of a process: the `[security]` section of the TOML file, METAMQ_SECURITY_… variables.
 
-A setting names a file. So no secret is on a command line, in the environment, or in the `repr` of an object.
+Settings name files, so no secret is on a command line, in the environment, or in the `repr` of an object.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from metamq.errors import ConfigError
 CA, REVOKED = "ca.crt", "revoked.crl"
 """Files in the folder of `metamq security init`."""
 BROKERS, ZOOKEEPER, ADMIN = "brokers", "zookeeper", "admin"
-"""The principals that it makes certificates for."""
+"""The principals for which it makes certificates."""
 RESERVED = (ADMIN, BROKERS, ZOOKEEPER)
 """Names that no user may have."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Hosts for which each server's certificate is valid."""
 WARN_DAYS = 30
-"""A certificate that expires sooner is shown as one to renew."""
+"""A certificate that expires sooner must be renewed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecurityConfig:
-    """The files that prove who this process is, and by which it knows brokers. All empty: no TLS.
+    """The files with the identity of this process, and those that verify brokers. If all are empty, TLS is off.
 
     Construction checks that the settings fit together: ConfigError names the missing one.
     """
@@ -46,17 +46,17 @@ class SecurityConfig:
     password_file: str = ""
     """File whose first line is the user's password. Only its owner should be able to read it."""
     token_file: str = ""
-    """File with a token (JWT) of an OAuth authority, by which this client logs in instead of a password."""
+    """File with a token (JWT) of an OAuth authority. This client logs in with it instead of a password."""
     jwks: str = ""
-    """At brokers: file with the public keys of that authority, as JSON (JWKS); empty: no tokens."""
+    """At brokers: file with the public keys of that authority, as JSON (JWKS). If empty, tokens are not accepted."""
     audience: str = ""
-    """At brokers: the audience (`aud`) that a token must be for."""
+    """At brokers: the audience (`aud`) that a token must have."""
     issuer: str = ""
-    """At brokers: the issuer (`iss`) that a token must be of; empty: any that the keys belong to."""
+    """At brokers: the issuer (`iss`) that a token must have. If empty, the issuer is not checked."""
     user_claim: str = "sub"
-    """At brokers: the claim of a token that names its user."""
+    """At brokers: the claim with the name of the token's user."""
     zookeeper_tls: bool = True
-    """False: ZooKeeper is reached without TLS. Then whoever reads its traffic sees the cluster's nodes."""
+    """False: connections to ZooKeeper have no TLS. A process that reads their traffic sees the cluster's nodes."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):
@@ -97,7 +97,7 @@ class SecurityConfig:
         return bool(self.dir or self.ca)
 
     def files(self, role: str = "") -> TlsFiles:
-        """Returns the files for `role`, the name of a certificate in `dir`; empty: those of a client."""
+        """Returns the files for `role`, the name of a certificate in `dir`. Empty: those of a client."""
         folder, role = Path(self.dir), role or self.role
         own = (folder / f"{role}.crt", folder / f"{role}.key") if role and self.dir else (self.certificate, self.key)
         ca = self.ca or str(folder / CA)

@@ -1,10 +1,10 @@
-"""Delegation: a client lets others do a part of what it may do itself, for a limited time. Without I/O.
+"""Delegation: a client grants some of its rights to others, for a limited time. Without I/O.
 
-A client makes an id and a secret, and gives brokers what verifies the secret (metamq.security.login), the rights, and a
-time. Whoever has the secret logs in as `token:ID` by SCRAM, and is the client that delegated, with no other rights than
-those. So a task of Spark needs no password and no key: it carries the secret of a token for the topics of its query.
+A client makes an id and a secret. It gives brokers the verifier of the secret (metamq.security.login), the rights, and
+a time. The holder of the secret logs in as `token:ID` by SCRAM. It acts for the client that delegated, with these
+rights only. So a task of Spark needs no password and no key: it has the secret of a token for its query's topics.
 
-    the client's own rights are asked for    when it delegates, and at each request of the token's holder
+    the client's own rights are checked      when it delegates, and at each request of the token's holder
     ends                                     at its time, unless it is renewed; when the client, or an administrator,
                                              ends it; when the client's user is removed, or gets another password
     is not possible                          with a token: it cannot delegate
@@ -29,9 +29,9 @@ SECRET_BYTES = 32
 ID_CHARS = 16
 LIFETIME_MAX_S = 7 * 86_400
 DELEGATIONS_MAX = 1000
-"""Tokens of a cluster; a principal has at most a tenth of them."""
+"""The most tokens of a cluster. One principal has at most a tenth of this number."""
 OWN_CHARS_MAX = 50_000
-"""Characters of the topics in all tokens of a principal: they share one node with the tokens of others."""
+"""The most characters of topics in all tokens of a principal. All principals' tokens share one node."""
 KEY_BYTES = 64
 """The length of a key of SHA-512."""
 RIGHTS_MAX = 200
@@ -39,12 +39,12 @@ RIGHTS_MAX = 200
 
 
 class Delegation(NamedTuple):
-    """A token, as brokers know it."""
+    """A token, as brokers store it."""
 
     principal: str
     """The client that delegated."""
     rights: frozenset[tuple[str, str]]
-    """(right, topic): READ or WRITE, and the name of a topic, or ANY_TOPIC: all on which the client has the right."""
+    """(right, topic): READ or WRITE; a topic's name, or ANY_TOPIC for all topics on which the client has the right."""
     expires_ms: int
     """Milliseconds since 1970."""
     verifiers: Verifiers
@@ -55,7 +55,7 @@ Delegations = Mapping[str, Delegation]
 
 
 def make_token(config: SecurityConfig, seed: bytes | None = None) -> DelegatedConfig:
-    """Returns the settings of a token for clients of the same cluster. Its id and secret are random, or follow from
+    """Returns the settings of a token for clients of the same cluster. Its id and secret are random, or derived from
     `seed`, which must be as secret. Raises ConfigError if the authority's certificate cannot be read."""
     seed = seed or secrets.token_bytes(SECRET_BYTES)
     path = config.files().ca
@@ -72,19 +72,19 @@ def make_token(config: SecurityConfig, seed: bytes | None = None) -> DelegatedCo
 
 
 def verifier_of(token: DelegatedConfig) -> Verifier:
-    """Returns what verifies the secret, always the same. A fixed salt is enough, since the secret is random."""
+    """Returns the secret's verifier, the same in each call. A fixed salt is enough, since the secret is random."""
     salt = hashlib.sha256(token.token_id.encode()).digest()[:SALT_BYTES]
     return make_verifiers(token.secret, salt)[MECHANISM]
 
 
 def find_token(delegations: Delegations, user: str, now_ms: int) -> Delegation | None:
-    """Returns the token that a user name stands for; None: there is none, or it has expired."""
+    """Returns the token of a user name, or None if there is none or it has expired."""
     found = delegations.get(user.removeprefix(TOKEN_PREFIX)) if user.startswith(TOKEN_PREFIX) else None
     return found if found is not None and found.expires_ms > now_ms else None
 
 
 def rights_on(right: str, topics: Iterable[str]) -> frozenset[tuple[str, str]]:
-    """Returns the right on each topic; on all topics if they are too many for a token."""
+    """Returns the right on each topic, or on all topics if there are too many for a token."""
     found = frozenset((right, topic) for topic in topics)
     return found if len(found) <= RIGHTS_MAX else frozenset({(right, ANY_TOPIC)})
 
@@ -99,7 +99,7 @@ def check_rights(rights: frozenset[tuple[str, str]]) -> None:
 
 
 def is_renewed(known: Delegation | None, wanted: Delegation, now_ms: int) -> bool:
-    """True if the token is as wanted, with at least half of the wanted time."""
+    """True if the token has the wanted rights, and at least half of the wanted time."""
     if known is None or known._replace(expires_ms=wanted.expires_ms) != wanted:
         return False
     return known.expires_ms - now_ms >= (wanted.expires_ms - now_ms) / 2
@@ -108,12 +108,12 @@ def is_renewed(known: Delegation | None, wanted: Delegation, now_ms: int) -> boo
 def with_token(delegations: Delegations, token_id: str, wanted: Delegation, now_ms: int) -> Delegations:
     """Returns the tokens with a new or renewed one, without those that have expired. Raises ConfigError.
 
-    A token with at least half of the wanted time is left as it is: so each broker can be asked, and mostly without a
-    change. Renewing never shortens a token.
+    A token with at least half of the wanted time does not change, so most requests to brokers write nothing. Renewing
+    never shortens a token.
     """
     known = delegations.get(token_id)
     if known is not None and known.principal != wanted.principal:
-        raise ConfigError("a token of another client has this id", hint="Make a new one.")
+        raise ConfigError("another client has a token with this id", hint="Make a new one.")
     if is_renewed(known, wanted, now_ms):
         return delegations
     kept = {one: found for one, found in delegations.items() if found.expires_ms > now_ms and one != token_id}
@@ -145,7 +145,7 @@ def without_tokens_of(delegations: Delegations, principal: str) -> Delegations:
 
 
 def check_verifier(verifier: Verifier) -> None:
-    """Raises ConfigError unless it is one that verifier_of() makes: it is stored beside those of others."""
+    """Raises ConfigError unless verifier_of() could have made it. It is stored beside those of others."""
     salt, stored, server, iterations = verifier
     if (len(salt), len(stored), len(server), iterations) != (SALT_BYTES, KEY_BYTES, KEY_BYTES, ITERATIONS):
         raise ConfigError(

@@ -24,4 +24,4 @@ def is_exposed(host: str) -> bool:
 
 def exposure(host: str, port: int) -> str:
     """Returns the problem of a server without security, as a part of a sentence."""
-    return f"security is off: whoever reaches {host}:{port} may read and change everything"
+    return f"security is off: any client that reaches {host}:{port} may read and change everything"

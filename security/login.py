@@ -1,4 +1,4 @@
-"""A login by user name and password: SCRAM (RFC 5802) over TLS, both ends, without I/O.
+"""Login by user name and password: SCRAM (RFC 5802) over TLS, both ends, without I/O.
 
     client                                              broker
     AUTHENTICATE(mechanism, client-first)  ─────────>   a salt: the user's, or one made up for an unknown name
@@ -6,12 +6,12 @@
     client-final, with its proof           ─────────>   checks the proof
                                            <─────────   server-final, with the proof that it knows the user
 
-The password is never sent, and a broker stores only what verifies it. Only mechanisms with channel binding are offered:
-the proof covers the certificate that the client saw, so a server in between cannot use the login at the broker. Each
-login has new random numbers from both ends, so a recorded one is of no use. An unknown name takes the same steps and
-the same time, and fails at the end like a wrong password.
+The password is never sent, and a broker stores only a verifier of it. Only mechanisms with channel binding are offered:
+the proof covers the certificate that the client saw, so a server in the middle cannot use the login at the broker. Each
+login has new random numbers from both ends, so a recorded login cannot be replayed. A login with an unknown name takes
+the same steps and the same time, and fails at the end like a wrong password.
 
-A client with a certificate needs no login: TLS has proved who it is. A login by token is in metamq.security.bearer.
+A client with a certificate needs no login: TLS has proved its identity. Login by token is in metamq.security.bearer.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ BINDING = "tls-server-end-point"
 MECHANISMS = ("SCRAM-SHA-512-PLUS", "SCRAM-SHA-256-PLUS")
 """The mechanisms, the preferred one first."""
 MESSAGE_BYTES_MAX = 512
-"""Bytes of one message of a client. The library prepares names and messages before it looks at their lengths."""
+"""The most bytes of one message of a client. The library prepares names and messages before it checks their lengths."""
 ITERATIONS = 4096
 """Iterations make guesses with a stolen verifier slow. They take a client 2 ms. The number is PostgreSQL's."""
 PASSWORD_CHARS_MAX = 1024
 SALT_BYTES = 16
 TOKEN_PREFIX = "token:"
-"""The beginning of the user name of a login by a token (metamq.security.delegation). No principal has a colon."""
+"""The prefix of the user name in a login by token (metamq.security.delegation). A principal has no colon."""
 _WRONG = "the user name or the password is wrong"
 _ENDED = "the token has ended, or its secret is wrong"
 _LONGER = "Queries of Spark: run it again, with a longer `tokenLifetime`."
 
 
 class Verifier(NamedTuple):
-    """The data that verifies a password by one mechanism. It does not give the password away."""
+    """The data that verifies a password by one mechanism. It does not contain the password."""
 
     salt: bytes
     stored_key: bytes
@@ -60,7 +60,7 @@ Verifiers = Mapping[str, Verifier]
 
 
 class ServerIdentity(NamedTuple):
-    """The data of a broker for its end of a login."""
+    """The broker's data for its end of a login."""
 
     binding: bytes
     """The data that binds a login to the broker's certificate."""
@@ -83,13 +83,13 @@ def _scramp() -> Any:
 def make_verifiers(password: str, salt: bytes | None = None) -> dict[str, Verifier]:
     """Returns the verifiers of a password, for all mechanisms. Raises ConfigError if it cannot be one.
 
-    `salt`: None for a random one, as passwords of people need.
+    If `salt` is None, it is random, which the passwords of people need.
     """
     scramp, made = _scramp(), {}
     prepared = len(password)
     if prepared <= PASSWORD_CHARS_MAX:
         with contextlib.suppress(scramp.ScramException):  # make_auth_info() raises it again
-            prepared = len(scramp.utils.saslprep(password))  # without characters that do not count
+            prepared = len(scramp.utils.saslprep(password))  # without characters that the login ignores
     if not 8 <= prepared <= PASSWORD_CHARS_MAX:
         raise ConfigError(
             f"a password has 8 to {PASSWORD_CHARS_MAX:,} characters, not {prepared:,}",
@@ -110,7 +110,7 @@ def check_library() -> None:
 
 
 def server_identity(certificate: Path, key: Path) -> ServerIdentity:
-    """Returns the identity of a broker by its files. Raises ConfigError, OSError."""
+    """Returns the identity of a broker, from its files. Raises ConfigError, OSError."""
     check_library()
     from asn1crypto import pem
     from asn1crypto.x509 import Certificate
@@ -130,7 +130,7 @@ def server_identity(certificate: Path, key: Path) -> ServerIdentity:
 
 
 def read_secret(path: str, what: str) -> str:
-    """Returns the first line of a file. `what` it is: "password" or "token". Raises ConfigError."""
+    """Returns the first line of a file. `what` is "password" or "token", for errors. Raises ConfigError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -177,7 +177,7 @@ class ClientLogin:
             return b""
 
     def _refusing(self) -> _Refusing:
-        return _Refusing(self._address, "it does not prove that it knows the user")
+        return _Refusing(self._address, "it does not prove that it has the user's verifier")
 
 
 class BrokerLogin:
@@ -190,7 +190,7 @@ class BrokerLogin:
         identity: ServerIdentity,
         tokens: TokenVerifier | None = None,
     ) -> None:
-        """`find` returns the verifiers of a user. `tokens` verifies tokens; None: it takes none."""
+        """`find` returns the verifiers of a user. `tokens` verifies tokens; if None, tokens are not accepted."""
         self._peer = peer
         self._tokens = tokens
         self._find = find
@@ -198,9 +198,9 @@ class BrokerLogin:
         self._server: Any = None
         self._mechanism = ""
         self.user = ""
-        """The name that the client gave; it counts when next() says that the login is done."""
+        """The name that the client gave. It is verified when next() says that the login is done."""
         self.expires_s = 0.0
-        """The end of its token, seconds since 1970; 0: none."""
+        """The end of its token, in seconds since 1970; 0: it has no token."""
 
     def next(self, mechanism: str, data: bytes) -> tuple[bytes, bool]:
         """Returns the answer to a message, and True if the login is done. Raises AuthenticationFailed."""
@@ -225,12 +225,12 @@ class BrokerLogin:
     def _verifier(self, user: str) -> Verifier:
         self.user = user
         found = (self._find(user) or {}).get(self._mechanism)
-        made_up = _made_up(user, self._mechanism, self._identity.secret)  # in both cases: the time is the same
+        made_up = _made_up(user, self._mechanism, self._identity.secret)  # in both cases: the time must be the same
         return found if found is not None else made_up
 
 
 def _made_up(user: str, mechanism: str, secret: bytes) -> Verifier:
-    """Returns a verifier of no password: the same one for the same name at each broker, as if the user existed."""
+    """Returns a verifier that no password matches. Each broker returns the same one for a name."""
     digest = hashlib.sha512 if "512" in mechanism else hashlib.sha256
     salt, stored, server = (
         hmac.new(secret, f"{part} {user}".encode("utf-8", "replace"), digest).digest() for part in range(3)
@@ -239,7 +239,7 @@ def _made_up(user: str, mechanism: str, secret: bytes) -> Verifier:
 
 
 class _Refusing:
-    """Turns what the library raises into AuthenticationFailed, without its text: it could help who guesses."""
+    """Turns the library's errors into AuthenticationFailed, without their text, which could help an attacker."""
 
     def __init__(self, who: str, reason: str, hint: str | None = None) -> None:
         self._who = who

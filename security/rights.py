@@ -1,6 +1,6 @@
-"""Rights: rules that say which principal may do what, and the decision by them, without I/O.
+"""Rights: the rules that allow and deny requests of principals, and the decision by these rules. Without I/O.
 
-A rule allows or denies a principal one right on the things that it names, exactly or by a prefix:
+A rule allows or denies a principal one right on the topics or the cluster that it names. It may name a prefix:
 
     allow  etl  read   topic:orders
     allow  *    write  topic:events-*
@@ -10,8 +10,8 @@ A rule allows or denies a principal one right on the things that it names, exact
     else an `allow` matches      yes
     else                         no
 
-The principals of the cluster itself, `admin` and `brokers`, may do everything. No rule changes that: a wrong rule never
-locks its administrator out. Only `brokers` may join as a replica, and no rule gives that right.
+The principals of the cluster itself, `admin` and `brokers`, may do everything. No rule changes that, so a wrong rule
+never locks out its administrator. Only `brokers` may join as a replica: no rule gives that right.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Rule(NamedTuple):
 
 
 class RightDecision(NamedTuple):
-    """The decision if something is allowed, and the rule that decided; None: no rule is about it, or none is needed."""
+    """A decision, and the rule that made it. The rule is None if no rule matches, or if none is needed."""
 
     is_allowed: bool
     rule: Rule | None
     reason: str
-    """The cause, as a sentence."""
+    """The reason, as a sentence."""
 
 
 Rules = tuple[Rule, ...]
@@ -87,7 +87,7 @@ class _Names(NamedTuple):
     """The different lengths of the prefixes."""
 
     def covering(self, name: str) -> str | None:
-        """Returns the name in the rule that is about this one; None: there is no such rule."""
+        """Returns the name in the rule that matches this name, or None if no rule matches."""
         if name in self.exact:
             return name
         found = (name[:chars] for chars in self.lengths_chars if name[:chars] in self.prefixes)
@@ -95,7 +95,7 @@ class _Names(NamedTuple):
 
 
 class RuleTable:
-    """Rules, prepared for decisions: clients choose the names that are looked up, and there may be many rules."""
+    """Rules, indexed for fast decisions: there may be many rules, and clients choose the names to look up."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self.rules = frozenset(rules)
@@ -136,7 +136,7 @@ def _made(names: Iterable[str]) -> _Names:
 
 
 def parse_rule(effect: str, principal: str, right: str, resource: str) -> Rule:
-    """Returns the rule that these texts say. Raises ConfigError, which names the wrong one."""
+    """Returns the rule that these texts describe. Raises ConfigError, which names the wrong text."""
     if effect not in (ALLOW, DENY):
         raise ConfigError(f"{effect!r} is not the effect of a rule", hint="It is `allow` or `deny`.")
     if principal != ANY_PRINCIPAL:
@@ -160,20 +160,20 @@ def parse_resource(text: str) -> Resource:
     kind, _, name = text.partition(":")
     if kind not in RIGHTS or bool(name) != (kind == TOPIC) or "*" in name[:-1] or len(name) > NAME_CHARS_MAX:
         raise ConfigError(
-            f"{text!r} is not a resource", hint="Write topic:NAME, topic:PREFIX* for several topics, or cluster."
+            f"{text!r} is not a resource", hint="Write topic:NAME, or topic:PREFIX* for several topics, or cluster."
         )
     return Resource(kind, name)
 
 
 def producer_prefix(principal: str) -> int:
-    """Returns the 24 bits with which the producer ids of a principal begin. Every broker computes the same."""
+    """Returns the first 24 bits of a principal's producer ids. Every broker computes the same bits."""
     return int.from_bytes(hashlib.sha256(principal.encode()).digest()[:3]) or 1
 
 
 class Access:
-    """The rights of one client. It remembers the topics that it allowed, so a check costs one look-up.
+    """The rights of one client. It caches the topics that it allowed, so a check costs one look-up.
 
-    Used by the broker's loop only. When the rules change, it is replaced.
+    For the broker's loop only. When the rules change, it is replaced.
     """
 
     __slots__ = ("_allowed", "_only", "_refused", "_table", "is_limited", "principal", "producer_prefix")
@@ -187,22 +187,22 @@ class Access:
         only: frozenset[tuple[str, str]] | None = None,
         refused: Callable[[NotAuthorized], None] = lambda refusal: None,
     ) -> None:
-        """`is_secure`: False if security is off. `refused` is called with each refusal.
+        """`is_secure` is False if security is off. `refused` is called with each refusal.
 
-        `only`: the (right, topic) that were delegated to the client, also on ANY_TOPIC; None: it is the principal.
+        `only` has the (right, topic) that were delegated to the client, or None if the client is the principal.
         """
         self.principal = principal
         self.is_limited = is_secure and (principal not in SUPERUSERS or only is not None)
         """False if everything is allowed."""
         self.producer_prefix = producer_prefix(principal) if is_secure else 0
-        """The first bits of the producer ids that it may use; 0: any."""
+        """The first bits of the producer ids that it may use; 0: any producer id."""
         self._table = table
         self._only = only
         self._refused = refused
         self._allowed: set[tuple[str, str]] = set()
 
     def refusal(self, right: str, topic: str) -> NotAuthorized | None:
-        """Returns the reason why the client does not have the right on the topic; None: it has.
+        """Returns the reason why the client does not have the right on the topic, or None if it has the right.
 
         The reason does not show whether the topic exists.
         """
@@ -222,14 +222,14 @@ class Access:
             raise refusal
 
     def check_delegates(self, right: str, topic: str) -> None:
-        """Raises NotAuthorized if the client cannot delegate the right: it has it not itself, on any topic for "*"."""
+        """Raises NotAuthorized if the client lacks the right itself; for "*", if it has the right on no topic."""
         if topic != ANY_TOPIC:
             self.check_topic(right, topic)
         elif self.is_limited and not self._table.gives_any(self.principal, right):
             raise self._refusal(right, str(Resource(TOPIC, ANY_TOPIC)))
 
     def check_begins(self) -> None:
-        """Raises NotAuthorized if the client may write no topic, and does not end transactions as an operator."""
+        """Raises NotAuthorized if the client may neither write to a topic nor end transactions as an operator."""
         if not self.may_begin and not self.may_recover:
             raise self._refusal(WRITE, str(Resource(TOPIC, "*")))
 
@@ -246,12 +246,12 @@ class Access:
         return not self.is_limited or self._may(RECOVER, Resource(CLUSTER))
 
     def is_owner(self, owner: str, on_behalf: str) -> bool:
-        """True if `owner`, who began a transaction, is this client; a broker acts on behalf of others."""
+        """True if this client is `owner`, the principal that began a transaction. A broker acts for all principals."""
         return owner == (on_behalf if self.principal == BROKERS else self.principal)
 
     def check_owner(self, owner: str, on_behalf: str) -> None:
         """Raises NotAuthorized if another principal began the transaction, and the client may not end it as an
-        operator. A broker may not: clients tell it which transactions to end."""
+        operator. A broker may not either: clients choose the transactions that it ends."""
         if self.is_delegated and not self.may_begin:
             raise self._refusal(WRITE, str(Resource(TOPIC, "*")))
         if not self.is_owner(owner, on_behalf) and (self.principal == BROKERS or not self.may_recover):
@@ -265,9 +265,9 @@ class Access:
             raise self._refusal(right, CLUSTER)
 
     def check_producer(self, producer_id: int, topic: str) -> None:
-        """Raises NotAuthorized if it is the producer id of another principal; 0 is none.
+        """Raises NotAuthorized if the producer id belongs to another principal; 0 is no producer id.
 
-        With it and the right number a client could make the broker take another's next batch for a repeated one.
+        With another's producer id and sequence, a client could make the broker drop the other's next batch as a repeat.
         """
         if self.is_limited and producer_id and producer_id >> PRODUCER_RANDOM_BITS != self.producer_prefix:
             raise self._refusal("use this producer id in", str(Resource(TOPIC, topic)), _PREFIX_HINT)
@@ -279,7 +279,7 @@ class Access:
 
     @property
     def is_delegated(self) -> bool:
-        """True if the client has only what another one delegated to it."""
+        """True if the client has only rights that another client delegated to it."""
         return self._only is not None
 
     def _may(self, right: str, resource: Resource) -> bool:
@@ -295,7 +295,7 @@ class Access:
 
 REMEMBERED_MAX = 1000
 _RECOVER_HINT = "The right `recover cluster` allows it."
-_PREFIX_HINT = "The client must be of a release that takes the prefix of its producer ids from the broker."
+_PREFIX_HINT = "Upgrade the client to a release that takes the prefix of its producer ids from the broker."
 NO_RULES = RuleTable(())
 UNLIMITED = Access("", NO_RULES, is_secure=False)
-"""The Access of each client if security is off."""
+"""The Access of all clients if security is off."""

@@ -1,14 +1,14 @@
 """TLS contexts from files, which may be replaced while the process runs.
 
-Only TLS 1.3 is spoken: there is no downgrade to negotiate. Both ends verify certificates against the one authority of
-the cluster. A client checks the host name that it connects to, too; a broker takes the name in a client's certificate
-as the client's identity.
+Only TLS 1.3 is used, so a downgrade is not possible. Both ends verify certificates against the one authority of the
+cluster. A client also checks the host name that it connects to. A broker takes the name in a client's certificate as
+the client's identity.
 
-New connections use the files as they are now. So a certificate is renewed, and one is revoked, without a restart. Files
-that cannot be used, as in the middle of a copy, are reported once, and the last good ones stay in use.
+New connections use the present files. So certificates are renewed and revoked without a restart. Unusable files, such
+as a half-copied one, are reported once, and the last good files stay in use.
 
-Brokers give no session tickets: a resumed session would outlive the revocation of its certificate. And without tickets,
-unread bytes on an idle connection mean that the broker has closed it.
+Brokers give no session tickets: a resumed session would outlive the revocation of its certificate. Also, without
+tickets, unread bytes on an idle connection mean that the broker has closed it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _State = tuple[tuple[int, int, int], ...]
 
 
 class FreshContext:
-    """A TLS context that follows its files. Any thread."""
+    """A TLS context that follows its files. For any thread."""
 
     def __init__(self, files: TlsFiles, make: Callable[[TlsFiles], ssl.SSLContext]) -> None:
         """`make` is client_context or server_context. Raises ConfigError if a file cannot be used."""
@@ -53,7 +53,7 @@ class FreshContext:
         self._failed: _State | None = None
 
     def current(self) -> ssl.SSLContext:
-        """Returns the context of the present files, or the last one that could be made."""
+        """Returns the context of the present files, or the last usable context."""
         state = _state_of(self._files)
         if state in (self._state, self._failed):
             return self._context
@@ -63,10 +63,10 @@ class FreshContext:
             try:
                 self._context = self._make(self._files)
                 self._state, self._failed = state, None
-                log.info("the certificates of %s are in use", self._files.certificate or self._files.ca)
+                log.info("new connections use the new certificates of %s", self._files.certificate or self._files.ca)
             except ConfigError as error:
                 self._failed = state
-                log.error("the former certificates stay in use: %s", error)
+                log.error("new connections still use the former certificates: %s", error)
         return self._context
 
 
@@ -89,7 +89,7 @@ class FixedContext(NamedTuple):
 
 
 class ClientSecurity(NamedTuple):
-    """The means of a client to connect to brokers: TLS, and a user if it has no certificate."""
+    """The settings with which a client connects to brokers: TLS, and a user if it has no certificate."""
 
     tls: TlsSource
     user: str
@@ -98,7 +98,7 @@ class ClientSecurity(NamedTuple):
     delegated: DelegatedConfig | None = None
 
     def login(self, address: str, tls: ssl.SSLObject | ssl.SSLSocket) -> ClientLogin | TokenLogin | None:
-        """Returns a login on this connection; None without a user. The file is read again, so it may change.
+        """Returns a login on this connection, or None without a user. Each login reads the file again.
 
         Raises ConfigError.
         """
@@ -112,12 +112,12 @@ class ClientSecurity(NamedTuple):
 
 
 class Security(NamedTuple):
-    """The security of a process as a client, of brokers and of ZooKeeper; None: off."""
+    """The security of a process as a client of brokers and of ZooKeeper; None: off."""
 
     brokers: ClientSecurity | None = None
     zookeeper: TlsSource | None = None
     has_certificate: bool = False
-    """True if ZooKeeper knows this process by a certificate: it owns the groups that it makes."""
+    """True if ZooKeeper knows this process by a certificate. The process then owns the groups that it makes."""
 
 
 OFF = Security()
@@ -142,22 +142,22 @@ def client_security(config: SecurityConfig) -> Security:
 
 
 class BrokerSecurity(NamedTuple):
-    """The TLS of connections that a broker accepts, and its security as a client of other brokers."""
+    """The TLS of a broker for connections that it accepts, and its security as a client of other brokers."""
 
     server: FreshContext
     client: Security
     tokens: TokenVerifier | None
-    """None: it takes no tokens."""
+    """None: tokens are not accepted."""
 
 
 def broker_security(config: SecurityConfig) -> BrokerSecurity | None:
-    """Returns the security of a broker; None if it is off. Raises ConfigError, also if it has no certificate."""
+    """Returns the security of a broker, or None if it is off. Raises ConfigError, also without a certificate."""
     if not config.is_on:
         return None
     files = config.files() if config.certificate else config.files(BROKERS)
     if not files.certificate:
         raise ConfigError(
-            "security is on, and the broker has no certificate",
+            "security is on, but the broker has no certificate",
             hint="Set `dir` in [security], or METAMQ_SECURITY_DIR, to the folder of `metamq security init`; or set "
             "`certificate` and `key`.",
         )
@@ -172,7 +172,7 @@ def token_verifier(config: SecurityConfig) -> TokenVerifier:
 
     def check_user(name: str) -> None:
         if name in RESERVED:
-            raise ConfigError(f"{name!r} is the name of a certificate of the cluster")
+            raise ConfigError(f"{name!r} is the name of one of the cluster's own certificates")
         check_name(name)
 
     return TokenVerifier(config, check_user)
@@ -240,12 +240,12 @@ def _read(path: str, what: str, load: Callable[[str], object]) -> None:
     except OSError as error:
         raise ConfigError(
             f"{what}, {path}, cannot be read: {error.strerror}",
-            hint="`metamq security init` makes all files. Each process needs the right to read its own.",
+            hint="`metamq security init` makes all files. Each process must be able to read its own files.",
         ) from error
 
 
 def _state_of(files: TlsFiles) -> _State:
-    """Returns what changes when a file does."""
+    """Returns a value that changes when the file changes."""
     found = []
     for path in astuple(files):
         try:
@@ -256,12 +256,12 @@ def _state_of(files: TlsFiles) -> _State:
     return tuple(found)
 
 
-NO_TLS = "it does not speak TLS", "Is security on at the broker? Else unset METAMQ_SECURITY_CA and METAMQ_SECURITY_DIR."
+NO_TLS = "it does not speak TLS", "If security is off at the broker, unset METAMQ_SECURITY_CA and METAMQ_SECURITY_DIR."
 ENDED = (
     "it closed the connection in the TLS handshake",
-    "It may refuse the certificate of this client, or its version of TLS: the log of the broker says why.",
+    "It may reject this client's certificate, or its version of TLS: the broker's log has the reason.",
 )
-"""A broker cannot send the reason: TLS 1.3 verifies a client's certificate when the client believes to be connected."""
+"""A broker cannot send the reason: TLS 1.3 verifies a client's certificate after the client's end is done."""
 _REASONS = {
     "WRONG_VERSION_NUMBER": NO_TLS,
     "HTTP_REQUEST": NO_TLS,
@@ -271,18 +271,18 @@ _REASONS = {
 
 
 def principal_of(tls: ssl.SSLObject | ssl.SSLSocket | None) -> str:
-    """Returns the name in the client's certificate, which was verified; empty: it has none."""
+    """Returns the name in the client's verified certificate; empty if it has no certificate."""
     certificate: dict[str, Any] = (tls.getpeercert() if tls is not None else None) or {}
     names = [str(value) for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
     return names[0] if names else ""
 
 
 def tls_reason(error: ssl.SSLError) -> tuple[str, str]:
-    """Returns what went wrong in a handshake, as a part of a sentence about the other side, and the next step."""
+    """Returns the reason why a handshake failed, as a part of a sentence about the other side, and the next step."""
     if isinstance(error, ssl.SSLCertVerificationError):
         problem = error.verify_message.rstrip(".")
         hint = "Compare METAMQ_SECURITY_CA with the authority of the broker, and the host with its certificate's hosts."
-        return f"its certificate is refused: {problem[:1].lower()}{problem[1:]}", hint
+        return f"its certificate is rejected: {problem[:1].lower()}{problem[1:]}", hint
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return ENDED
     known = _REASONS.get(error.reason or "")

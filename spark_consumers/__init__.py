@@ -6,7 +6,7 @@
     spark.read.format("metamq").option("subscribe", "flights").load()
 
 A task connects to the brokers itself, and gives Spark the fetched bytes as Arrow batches. The driver only plans the
-ranges of the tasks. `options` (what the user wants), `columns`, `ranges` (the tasks' offsets), `progress` (the steps of
+ranges of the tasks. `options` (the user's wishes), `columns`, `ranges` (the tasks' offsets), `progress` (the steps of
 a query) and `stream_offsets` (its places) do no I/O, and do not use Spark. `cluster_view` asks ZooKeeper and brokers
 for the driver; `fetch` reads one range for a task.
 """

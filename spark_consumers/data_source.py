@@ -155,7 +155,7 @@ _PREFIX = "option."
 
 
 def _given_for_table(options: Mapping[str, str]) -> dict[str, str] | None:
-    """Returns the user's options in a CREATE TABLE, None if these are not a table's options."""
+    """Returns the user's options in a CREATE TABLE, or None if these are not a table's options."""
     if "provider" not in options:
         return None
     return {key[len(_PREFIX) :]: text for key, text in options.items() if key.startswith(_PREFIX)}

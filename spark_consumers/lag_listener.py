@@ -50,7 +50,7 @@ class LagListener(StreamingQueryListener):
             self._on_lag(lag)
 
     def onQueryIdle(self, event: Any) -> None:
-        """Does nothing: the query has read all that there is, or waits for `minOffsetsPerTrigger`."""
+        """Does nothing: the query has read all messages, or waits for `minOffsetsPerTrigger`."""
 
     def onQueryTerminated(self, event: Any) -> None:
         """Forgets the query."""

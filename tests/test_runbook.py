@@ -297,7 +297,7 @@ def zookeeper_is_taken_back(pair: Pair) -> None:
 WHAT_HAPPENED: dict[str, Callable[[Pair], None]] = {
     "Runbook": nothing,
     "A planned promotion": nothing,
-    "The master is dead": the_master_dies,
+    "The master has crashed": the_master_dies,
     "A rolling restart": nothing,
     "The slave's disk is lost": lambda pair: pair.lose_disk(1),
     "The master's disk is lost": lambda pair: pair.lose_disk(0),
@@ -307,8 +307,8 @@ WHAT_HAPPENED: dict[str, Callable[[Pair], None]] = {
     "A log of the master is damaged, and no slave is in sync": a_log_is_damaged_while_the_slave_is_away,
     "Only a slave that is not in sync is left": the_slave_was_away_before_the_master_went,
     "All machines went down at once": all_machines_go_down,
-    "A replica is gone for good": a_slave_is_gone,
-    "A broker id is gone for good": a_broker_is_gone,
+    "A replica is gone permanently": a_slave_is_gone,
+    "A broker id is gone permanently": a_broker_is_gone,
     "ZooKeeper is lost": zookeeper_is_lost,
     "ZooKeeper was restored from an older copy": zookeeper_is_taken_back,
 }

@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-Work per message is what makes a queue slow in Python, so no code here works per message. The producer builds a batch
+Work per message makes a queue slow in Python, so no code here works per message. The producer builds a batch
 once. The broker checks it, writes its own part of the header in place, and appends it. Consumers and Spark wrap the
 same bytes. No process encodes a batch again.
 
@@ -211,7 +211,7 @@ def check_from_producer(buffer: memoryview, at: int, end: int, batch_bytes_max: 
 def check_stored(buffer: memoryview, at: int, end: int) -> tuple[BatchHeader | None, str | None]:
     """Checks the stored batch that starts at `at`, with both checksums.
 
-    Returns (header, None), or (header or None, the problem). It never raises, since recovery decides what follows.
+    Returns (header, None), or (header or None, the problem). It never raises, since recovery decides the next step.
     """
     if end - at < HEADER_BYTES:
         return None, f"{end - at} bytes are less than a header"

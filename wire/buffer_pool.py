@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 BUFFER_STEP_BYTES = 256 * 1024
-"""Buffers are multiples of this size, so that frames of about the same size can reuse each other's buffers."""
+"""Buffers are multiples of this size: frames of about the same size can reuse each other's buffers."""
 SMALL_BYTES = 128 * 1024
 """Up to this size the allocator's own reuse is as good."""
 
@@ -41,7 +41,7 @@ class BufferPool:
             return bytearray(size)
         buffer_bytes = -(-size // BUFFER_STEP_BYTES) * BUFFER_STEP_BYTES
         free = [index for index in range(len(self._buffers)) if self._references(index) == self._free_count]
-        for index in free:  # in order, so that the same few stay in the processor's caches
+        for index in free:  # in order: the same few stay in the processor's caches
             if buffer_bytes <= len(self._buffers[index]) <= buffer_bytes + buffer_bytes // 2:
                 return self._buffers[index]
         while free and self.kept_bytes + buffer_bytes > self._kept_bytes_max:

@@ -65,7 +65,7 @@ class HelloReply(NamedTuple):
     frame_bytes_max: int
     server: str
     mechanisms: Annotated[list[str], AtMost(MECHANISMS_MAX)] = []  # noqa: RUF012
-    """The mechanisms of a login that the broker wants next; empty: it wants none."""
+    """The mechanisms of a login that the broker requires next; empty: it requires none."""
     producer_prefix: int = 0
     """The first 24 bits of the producer ids that this client may use; 0: any, or Authenticated has it."""
 
@@ -85,7 +85,7 @@ class Authenticated(NamedTuple):
     producer_prefix: int = 0
     """As in HelloReply."""
     zookeeper_proof: str = ""
-    """The proof for ZooKeeper of who the client is, by the scheme `digest`; empty: nothing."""
+    """The client's proof of identity for ZooKeeper, by the scheme `digest`; empty: none."""
 
 
 class Delay(NamedTuple):
@@ -93,7 +93,7 @@ class Delay(NamedTuple):
 
     wait_ms: int
     limit: str
-    """The limit that it is above: a field of metamq.security.quotas.Quota."""
+    """The exceeded limit: a field of metamq.security.quotas.Quota."""
     per_second: int
 
 
@@ -141,7 +141,7 @@ class DelegatedRight(NamedTuple):
 
 
 class Delegate(NamedTuple):
-    """Makes or renews a token: its holder logs in by it, and may do a part of what this client may do. The answer is a
+    """Makes or renews a token: its holder logs in by it, and has a part of this client's rights. The answer is a
     Delegated."""
 
     token_id: str
@@ -149,7 +149,7 @@ class Delegate(NamedTuple):
     lifetime_s: int
     """0: the token ends."""
     salt: bytes
-    """With the next three: what verifies the token's secret, by SCRAM-SHA-512."""
+    """With the next three: the verifier of the token's secret, by SCRAM-SHA-512."""
     stored_key: bytes
     server_key: bytes
     iterations: int

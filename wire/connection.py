@@ -134,7 +134,7 @@ class ClientConnection:
         """`allocate` returns memory for a large frame: see FrameReader."""
         self.state = ConnectionState.GREETING
         self.login: Callable[[], Login | None] = lambda: None
-        """Returns the login if the broker asks for one; None: this client has no user."""
+        """Returns the login if the broker asks for one, or None if this client has no user."""
         self._login: Login | None = None
         self._mechanism = ""
         self._outgoing: list[Buffer] = []
@@ -143,7 +143,7 @@ class ClientConnection:
         self.producer_prefix = 0
         """The first bits of the producer ids that this client may use; 0: any."""
         self.zookeeper_proof = ""
-        """The proof for ZooKeeper of who this client is, by the scheme `digest`; empty: the broker gives nothing."""
+        """This client's proof of identity for ZooKeeper, by the scheme `digest`; empty: the broker gives none."""
         self._client = client
         self._opaque = 0
         self._waiting: dict[int, int] = {}
@@ -272,7 +272,7 @@ class ClientConnection:
     def _begin_login(self, offered: list[str]) -> None:
         self._login = self.login()
         if self._login is None:
-            raise AuthenticationFailed(self.address, "it asks for a user", hint=NO_USER)
+            raise AuthenticationFailed(self.address, "it requires a user", hint=NO_USER)
         self._mechanism, data = self._login.first(offered)
         self.state = ConnectionState.LOGIN
         self._send_login(data)

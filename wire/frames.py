@@ -235,7 +235,7 @@ class FrameReader:
             raise ProtocolError(
                 f"a frame of {size:,} bytes (command {command}, version {version}) is over the limit of "
                 f"{self.frame_bytes_max:,}",
-                hint="Is the other side metamq? Check the address and the port.",
+                hint="Check the address and the port: the other side may not be metamq.",
             )
         if length < _FIXED_BYTES or header > length - _FIXED_BYTES:
             raise ProtocolError(f"a frame of {size:,} bytes cannot have a header of {header:,}")

@@ -20,7 +20,7 @@ from metamq.wire.batch import HAS_HEADERS, HAS_KEYS, HAS_NULL_KEYS, HAS_TIMESTAM
 _INT = struct.Struct("<i")
 _GUARD = b"\0\0\0\x80"
 _DIGITS_MAX = 14
-"""Binary logarithm of the number of offsets per step, so that they stay in the processor's caches."""
+"""Binary logarithm of the number of offsets per step: few enough for the processor's caches."""
 _GUARDS = [int.from_bytes(_GUARD * (1 << power), "little") for power in range(_DIGITS_MAX + 1)]
 
 

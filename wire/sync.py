@@ -73,7 +73,7 @@ class Join(NamedTuple):
 
 
 class Accept(NamedTuple):
-    """The answer to a JOIN. Either end assumes that the other is dead after three heartbeats of silence."""
+    """The answer to a JOIN. Either end assumes that the other has failed after three heartbeats of silence."""
 
     kind: int
     epoch: int

@@ -2,7 +2,7 @@
 
 Any client of ZooKeeper can write a node, and an unreadable node must affect only its own subject. So this module raises
 only CorruptData, whatever the bytes are: no UTF-8, no JSON, nested a hundred thousand levels deep, numbers of a
-thousand digits, lists instead of texts. The reader of a node decides what it then skips.
+thousand digits, lists instead of texts. The reader of a node then decides what to skip.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def check_group(name: str) -> str:
     if len(name) > MAX_GROUP_CHARS:
         raise ConfigError(
             f"group {name[:30]!r}... has {len(name)} characters",
-            hint=f"A group has at most {MAX_GROUP_CHARS}, so that {DEAD_LETTER_SUFFIX!r} can be added.",
+            hint=f"A group has at most {MAX_GROUP_CHARS}: {DEAD_LETTER_SUFFIX!r} is added to it.",
         )
     return _without_dot("group", name)
 

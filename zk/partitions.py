@@ -19,7 +19,7 @@ class TopicPartition(NamedTuple):
 
 
 def partition_order(item: TopicPartition) -> tuple[str, int, int]:
-    """Sort key: by topic, then broker id and index as numbers, so that 0-10 comes after 0-2.
+    """Sort key: by topic, then broker id and index as numbers: 0-10 comes after 0-2.
 
     Raises ConfigError for a partition name that is not "<broker id>-<index>".
     """

@@ -7,20 +7,20 @@
     topics/<topic>@<topic id>/<index>/  one partition log each (metamq.broker.log).
     topics/.removed-…                   a topic that is being removed
 
-The *incarnation* says if this replica still has everything that it ever acknowledged. A killed process loses nothing
+The *incarnation* shows if this replica still has everything that it ever acknowledged. A killed process loses nothing
 that it wrote: the kernel's memory has it. A host that went down may have lost some of it. So a start after another boot
 of the host without a clean stop is a new incarnation, which counts as in sync only after it has caught up. A start that
 finds a torn log, or a log that ends before the messages that readers had seen, is a new incarnation, too. If the boots
 of the host cannot be distinguished, every start without a clean stop is a new incarnation. The new number is stored
-before any file is changed, so that a crash in between does not hide the loss. All losses before the number is
+before any file is changed: a crash in between must not hide the loss. All losses before the number is
 published count as one.
 
 A folder may also replace another folder of the same replica: an empty one, or a copy, which may be older than the last
-state of the original. Its incarnation is random, not counted: the original may come back and continue its own count.
-`lock` stays the same file as long as the folder is in use. A copy of files *over* a folder leaves `lock` alone. But it
-brings a meta.json that names another file than itself, because each version of meta.json is a new file. Such a folder
-is *replaced* while it may lack data of the original: without other replicas, it waits for an operator. Only a copy from
-after a clean stop, with the last epoch, certainly lacks nothing.
+state of the original. Its incarnation is random, and not the next number: the original may come back and continue its
+own count. `lock` stays the same file as long as the folder is in use. A copy of files *over* a folder leaves `lock`
+alone. But it brings a meta.json that names another file than itself, because each version of meta.json is a new file.
+Such a folder is *replaced* while it may lack data of the original: without other replicas, it waits for an operator.
+Only a copy from after a clean stop, with the last epoch, certainly lacks nothing.
 """
 
 from __future__ import annotations
@@ -446,7 +446,7 @@ class DataFolder:
                 raise _failure(path, "removing a topic", error) from error
 
 
-_META_HINT = "Restore the file from a backup: the logs do not say which replica this is."
+_META_HINT = "Restore the file from a backup: the logs do not identify the replica."
 
 
 def _load(path: Path) -> _Meta | None:
@@ -517,6 +517,6 @@ def _sync(folder: Path) -> None:
 def _failure(path: Path, action: str, error: OSError) -> StorageError:
     return shortage(f"{path}: {action}", error) or StorageError(
         f"{path}: {action} failed: {error.strerror or error}",
-        hint="Look at the disk and at the folder's permissions, then start the broker again.",
+        hint="Check the disk and the folder's permissions, then start the broker again.",
         outcome="not_done",
     )

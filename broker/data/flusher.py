@@ -2,8 +2,8 @@
 
 One fsync of a log serves all requests that wait for it. While it runs in a thread, more appends arrive, and the next
 fsync covers all of them. So the slower the disk, the larger the groups, and no request waits for more than two fsyncs.
-A flush begins when the loop has handled all requests that have arrived, so that requests that arrived together share
-it. The next flush begins before the requests that waited for the last one get their answers.
+A flush begins when the loop has handled all requests that have arrived: requests that arrived together share it. The
+next flush begins before the requests that waited for the last one get their answers.
 
 A running flush holds descriptors, and a broker may have more dirty partitions than its process may open files. So only
 a few flushes run at a time, twice as many as threads. The other partitions queue without a descriptor. If no descriptor
@@ -70,7 +70,7 @@ class Flusher:
             raise
 
     def appended(self, partition: Partition) -> None:
-        """Notes an append; starts a flush soon if the topic's policy asks for one now."""
+        """Notes an append; starts a flush soon if the topic's policy requires one now."""
         self._dirty[partition] = None
         if not partition.flushing and partition not in self._due and partition.flush_due(0):
             if not self._due:

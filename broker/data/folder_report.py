@@ -1,6 +1,6 @@
 """The contents of a data folder, read without changing it: for a restore of ZooKeeper.
 
-Meanwhile the folder's lock is held, shared, so that no broker uses it. A report is a plain value that can be sent as
+Meanwhile the folder's lock is held, shared: no broker can use it. A report is a plain value that can be sent as
 JSON: the folders are on different machines, and one command decides about all of them.
 """
 
@@ -42,7 +42,7 @@ _PLAIN: dict[str, Any] = {
 }  # fmt: skip
 _TOPIC_FOLDER = re.compile(r"([^/@.][^/@]*)@([^/@]+)")
 _NO_META_HINT = (
-    "The logs do not say which replica this is. Restore the file from a backup, or leave the folder out if "
+    "The logs do not identify the replica. Restore the file from a backup, or leave the folder out if "
     "another replica of the same broker has its own."
 )
 
@@ -51,7 +51,7 @@ _NO_META_HINT = (
 class LogReport:
     """The log of one partition. `epochs` has (epoch, offset, position) of each epoch's first batch, oldest first.
 
-    `problem` says why the log cannot be opened; the other fields are then unknown.
+    `problem` is the reason why the log cannot be opened; the other fields are then unknown.
     """
 
     topic: str
@@ -79,7 +79,7 @@ class FolderReport:
     """The data folder of one replica. `epoch` is the highest epoch that it knows. `reign` is the same epoch if this
     replica was its master and has lost nothing since; else 0.
 
-    `becomes_new` says why its broker will be a new incarnation at its next start; empty if it will not.
+    `becomes_new` is the reason why its broker will be a new incarnation at its next start, or empty.
     """
 
     path: str

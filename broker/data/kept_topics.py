@@ -29,7 +29,7 @@ def kept_topics(
     for topic, topic_id, path, _partitions in folder.topics():
         config = configs.get(topic)
         if config is not None and config.id == topic_id:
-            if not config.partitions.get(broker_id):  # a broker that lives never loses its partitions
+            if not config.partitions.get(broker_id):  # a running broker never loses its partitions
                 kept[topic] = _fewer(broker_id, topic, "no partitions")
             continue
         is_unlisted = config is not None or topic not in listing.names

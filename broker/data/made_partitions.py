@@ -8,9 +8,9 @@ Theory of operation. ZooKeeper lists a topic's partitions. A partition that this
 begins empty. A partition that it had, and whose files are missing, is damaged: its acknowledged messages are gone. This
 record tells them apart. `flushed` is the same file as long as the log is here. Another file in its place comes from a
 copy, which may lack messages that were acknowledged later: such a partition is damaged, too. In a data folder that is a
-copy as a whole, all marks are new; metamq.broker.data.data_folder decides what such a folder lacks. A line is written
-after the partition's log is durable, and is durable before a client can store a message in the log. So a crash in
-between leaves a log without a line, and the next open adds the line.
+copy as a whole, all marks are new; metamq.broker.data.data_folder decides which data such a folder lacks. A line is
+written after the partition's log is durable, and is durable before a client can store a message in the log. So a crash
+in between leaves a log without a line, and the next open adds the line.
 
 The record is a second witness, in addition to the folders. An older release may have made it, or an operator may have
 removed it or restored an old one. So if lines are missing, the existing logs are added with their marks. A partial

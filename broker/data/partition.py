@@ -82,7 +82,7 @@ class Partition:
         self.waiting_here: list[tuple[int, Done]] = []
         """(end offset, callback) of appends that are answered when this replica has stored them as the topic asks."""
         self.published_position = log.stable_position
-        """The position of which readers and waiting appends were notified last."""
+        """The last position that readers and waiting appends were notified of."""
         self.flushing = False
         self.flush_wanted_position = 0
         """The log must be flushed up to this position, whatever the policy: the master waits for it."""

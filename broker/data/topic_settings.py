@@ -1,4 +1,4 @@
-"""A topic's settings in its folder: stored with the data, so that they survive the loss of ZooKeeper.
+"""A topic's settings in its folder: stored with the data, they survive the loss of ZooKeeper.
 
     topics/<topic>@<id>/settings.json     the content of the topic's node in ZooKeeper, the time since when this replica
                                           knows it, and the version of a list of topics that has the topic

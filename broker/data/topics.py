@@ -4,8 +4,8 @@ The configuration in ZooKeeper is the only source. If ZooKeeper does not have th
 deleted, or deleted and made again while this broker was down. The folder is removed and never served again. If an older
 ZooKeeper has forgotten the topic (metamq.broker.data.kept_topics), it is not served, and the folder stays.
 
-Making, moving and removing folders waits for the disk, so threads do it; one thread is for removals, which may take
-long. The threads only know the folder. The loop opens a log afterwards, and closes it before.
+Making, moving and removing folders waits for the disk, so threads do it; one thread is for removals, which may be slow.
+The threads only know the folder. The loop opens a log afterwards, and closes it before.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Acceptor:
             with contextlib.suppress(OSError):
                 client.send(b"".join(refusal))
                 client.shutdown(socket.SHUT_WR)
-                client.recv(64 * 1024)  # a close with unread bytes would take the reason back
+                client.recv(64 * 1024)  # a close with unread bytes would discard the reason
             client.close()
             return
         await self._loop.connect_accepted_socket(

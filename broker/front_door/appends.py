@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SINGLE_MESSAGE_OVERHEAD = 64
 """Bytes of the offsets and the padding in a batch of one message with all columns."""
 PROMISE_CHECKED_BYTES = 1024 * 1024
-"""A larger promise needs a new look at the free space. A smaller one fits into the reserve until the next check."""
+"""A larger promise needs a new check of the free space. A smaller one fits into the reserve until the next check."""
 
 
 class Admitted(NamedTuple):
@@ -70,7 +70,7 @@ class Appends:
         limit = config.max_message_bytes
         header = check_from_producer(batch, 0, len(batch), self.batch_bytes_max)
         if header.codec == Codec.NONE and (problem := columns_problem(batch, header)) is not None:
-            raise CorruptData("batch", problem, hint="The producer encoded this batch wrongly: look there.")
+            raise CorruptData("batch", problem, hint="The producer encoded this batch wrongly: check the producer.")
         if header.count == 1 and header.plain_size > limit + SINGLE_MESSAGE_OVERHEAD:
             raise MessageTooLarge(f"a message for topic {entry.topic!r}", header.plain_size, limit)
         return Admitted(master, partition, config, header)

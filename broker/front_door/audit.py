@@ -1,4 +1,4 @@
-"""The audit log: who did what from where, allowed or not. One line of JSON for each
+"""The audit log: logins, refusals, changes and commands, with their clients, as lines of JSON
 
     login     a client is known now, by its certificate or its password; or the password was wrong
     refused   a right was missing
@@ -6,8 +6,8 @@
     command   a replica joined, a promotion was asked for, or an operator ended a transaction
 
 A thread writes the lines, so a slow disk delays no request. A client can cause at most LINES_PER_S lines of a kind in a
-second, all clients together ALL_LINES_PER_S; the next line says how many were left out. Commands have no such limit.
-Lines have no secret: passwords never come to a broker.
+second, all clients together ALL_LINES_PER_S. The next line has the number of omitted lines. Commands have no such
+limit. Lines contain no secrets: passwords are never sent to a broker.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Audit:
         if int(now_s) != self._second:
             self._second, self._written = int(now_s), 0
             self._lines.clear()
-        # The name in a failed login is of the client's choice: it gives no more lines.
+        # The client chooses the name in a failed login, so another name allows no more lines.
         key = event, principal if allowed or event != LOGIN else "", peer.rpartition(":")[0]
         if event != COMMAND:
             if self._lines[key] >= LINES_PER_S or self._written >= ALL_LINES_PER_S:

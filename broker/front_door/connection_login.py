@@ -34,7 +34,7 @@ class ConnectionLogin:
 
     @property
     def user(self) -> str:
-        """The name that the client gave; it is proved when the last step is done."""
+        """The name that the client gave. It is verified when the last step is done."""
         return self._login.user
 
     @property

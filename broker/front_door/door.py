@@ -41,10 +41,10 @@ class UserDirectory(Protocol):
     """The users who log in: metamq.broker.process.users.KnownUsers."""
 
     tokens: TokenVerifier | None
-    """Verifies tokens; None: it takes none."""
+    """Verifies tokens; None: tokens are not accepted."""
 
     def find(self, user: str) -> Verifiers | None:
-        """Returns the data that verifies a password; None: there is no such user."""
+        """Returns the verifiers of the user's password, or None if there is no such user."""
 
     def must_wait(self, address: str, user: str) -> bool:
         """True if too many logins of the user have failed, from this address."""
@@ -54,10 +54,10 @@ class UserDirectory(Protocol):
         """Notes a failed login."""
 
     def meter(self, principal: str, now_s: float) -> Meter | None:
-        """Returns what measures the principal by its present quota; None: it has no quota."""
+        """Returns the principal's meter, with its present quota, or None without a quota."""
 
     def owner(self, user: str) -> str | None:
-        """Returns the principal of a user who has logged in; None: its token has ended."""
+        """Returns the principal of a logged-in user, or None if its token has ended."""
 
     def expires_s(self, user: str) -> float:
         """Returns the end of the user's token, in seconds since 1970; 0: it has none."""
@@ -69,14 +69,14 @@ class UserDirectory(Protocol):
         ...
 
     def zookeeper_proof(self, user: str) -> str:
-        """Returns what proves to ZooKeeper that a client is this user; empty for a user by a token."""
+        """Returns the user's proof of identity for ZooKeeper; empty for a login by token."""
         ...
 
     async def read_tokens(self) -> None:
         """Reads the tokens now. Raises ConnectError."""
 
     def access(self, user: str, refused: Callable[[NotAuthorized], None]) -> Access:
-        """Returns what the user may do by the present rules. `refused` is called with each refusal."""
+        """Returns the user's rights by the present rules. `refused` is called with each refusal."""
         ...
 
 

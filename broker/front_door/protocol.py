@@ -119,7 +119,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """The rights of the client: none until its name is known."""
         self._is_known = False
         self._user = ""
-        """The name that the client logged in by: its principal, or that of a token."""
+        """The name in the client's login: its principal, or the name of a token."""
         self._login: ConnectionLogin | None = None
         self._transport: asyncio.Transport | None = None
         self._link: tuple[HAConnection, HAService] | None = None
@@ -164,7 +164,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _hello_missing(self) -> None:
         if self._place is ConnectionFate.KEPT and self._greeted_at == math.inf and self._connection.state in AT_WORK:
             return  # it has sent a request that kept connections may send
-        wanted = "HELLO" if self._place is not ConnectionFate.KEPT else "request that the last connections are kept for"
+        wanted = "HELLO" if self._place is not ConnectionFate.KEPT else "request of a kind with reserved connections"
         if self._connection.state is ConnectionState.LOGIN:
             wanted = "login"
         log.info("%s sent no %s within %g s: closed", self.peer, wanted, HELLO_TIMEOUT_S)
@@ -210,7 +210,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._door.requests.release(self._large_bytes, self.owner)
         self._large_bytes = size
         if size:
-            self._greeted_at = math.inf  # it asks for something, however long that waits
+            self._greeted_at = math.inf  # it has sent a request, however long that waits
         self._granted = not size or self._is_reserved()
 
     def _is_reserved(self) -> bool:
@@ -220,7 +220,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         return self._door.requests.reserve(self._large_bytes, self)
 
     def granted(self) -> None:
-        """Goes on with the large frame: its memory is reserved."""
+        """Continues with the large frame: its memory is reserved."""
         self._granted = True
         self._regulate()
 
@@ -248,7 +248,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._greeted_at = self._loop.time()
 
     def rights_changed(self) -> None:
-        """Takes the present rules, also for partitions that the client has opened."""
+        """Applies the present rules, also to partitions that the client has opened."""
         if self._is_known:
             self._take_rights()
             self.fetches.rights_changed()
@@ -366,7 +366,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._door.requests.release(len(self._waiting.pop().body), self.owner)
 
     def has_less_to_do(self) -> None:
-        """Goes on with waiting requests: one request in slices is done."""
+        """Continues with waiting requests, because one request in slices is done."""
         self._work()
 
     def _say_goodbye(self) -> None:
@@ -551,7 +551,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         elif now - self._sent_at > self._door.timeouts.unread_s:
             self._drop(f"has left {unsent_bytes:,} bytes unread for {now - self._sent_at:.0f} s")
         elif self._door.timeouts.idle_s and now - self._greeted_at > self._door.timeouts.idle_s:
-            self._drop(f"has asked for nothing in {now - self._greeted_at:.0f} s")
+            self._drop(f"has sent no request in {now - self._greeted_at:.0f} s")
         self._suspect = stalled
 
     def _drop(self, reason: str) -> None:

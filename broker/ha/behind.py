@@ -27,7 +27,7 @@ class _Lack:
 
     since: float
     live_at: float | None = None
-    """The first time when all partitions were live on a later link. What it lacked was sent by then."""
+    """The first time when all partitions were live on a later link. The missing data was sent by then."""
 
 
 class BehindTimes:
@@ -38,7 +38,7 @@ class BehindTimes:
         self._away_since: dict[Member, float] = {}
         self._missing_since: dict[tuple[Member, Partition], float] = {}
         self._lacks: dict[Member, _Lack] = {}
-        """Kept until the slave has acknowledged what it lacked."""
+        """Kept until the slave has acknowledged the data that it lacked."""
 
     def link_ended(self, link: HAConnection, away_since: float) -> None:
         """Notes the end of a link. Call it before the link is closed."""

@@ -134,7 +134,7 @@ class HAClient:
                 self._link.end(ConnectError("the master", "it is another one now"))
 
     async def run(self) -> None:
-        """Links to the master again and again, until cancelled."""
+        """Keeps a link to the master, until cancelled."""
         try:
             while True:
                 self._changed.clear()
@@ -168,8 +168,8 @@ class HAClient:
             self._noticed()
 
     async def _serve_while_it_is(self, master: BrokerAddress) -> MetamqError:
-        """Runs _serve(), and ends it when the master changes, even in the middle of a handshake: a former master that
-        hangs, or is cut off from ZooKeeper, must not keep this slave."""
+        """Runs _serve(), and ends it when the master changes, even during a handshake: a former master that hangs, or
+        is cut off from ZooKeeper, must not keep this slave."""
         serving = asyncio.ensure_future(self._serve(master))
         changed = asyncio.ensure_future(self._changed.wait())
         try:
@@ -243,7 +243,7 @@ class HAClient:
             self._noticed()
 
     def was_cut(self, partition: Partition, last_epoch: int, messages: int) -> None:
-        """Notes that so many messages were cut from the end of a log whose last epoch this was.
+        """Notes that this number of messages was cut from the end of a log with this last epoch.
 
         The last master may have acknowledged them on `async` topics. A later master was asked for its messages, or an
         operator accepted the loss.
@@ -269,7 +269,7 @@ class HAClient:
         self._damaged = OffsetsEntry(*place, LATEST, damaged=damage.offset)
 
     async def _report_damage(self, master: BrokerAddress) -> None:
-        """Reports the damaged batch, so that the master verifies its log: the next link could end the same way."""
+        """Reports the damaged batch. The master then verifies its log: the next link could end the same way."""
         entry, self._damaged = self._damaged, None
         if entry is not None:
             await report_to(master, entry, self._security)

@@ -159,7 +159,7 @@ class HAConnection:
         self.held_seq = 0
         self.closed = False
         self.is_leaving = False
-        """True if the slave has said that it stops."""
+        """True if the slave has reported that it stops."""
         self._service = service
         self._wire = wire
         self._loop = loop
@@ -207,8 +207,8 @@ class HAConnection:
         return all((place := places.get(partition)) is not None and place.live for partition in partitions)
 
     def behind_since(self) -> float | None:
-        """Returns the time since which the slave lacks something, or has not flushed it where that counts; None: it has
-        all. Any thread.
+        """Returns the time since which the slave lacks data, or a required flush of it, or None if it has all. Any
+        thread.
         """
         waiting = [place.copied_since() for place in list(self.places.values())]
         with contextlib.suppress(IndexError):

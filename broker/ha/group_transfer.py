@@ -5,7 +5,7 @@
     async         this replica has stored it                   the lease, if there ever was a slave
 
 `min_insync` is checked twice. Before the append, a refusal means that nothing was stored. Before the answer, the set
-may have shrunk: then the outcome is *unknown*, since fewer replicas have the batch than the topic asks for. PUTs wait
+may have shrunk: then the outcome is *unknown*, since fewer replicas have the batch than the topic requires. PUTs wait
 at the same time, in each partition in the order of its log. No code polls.
 """
 
@@ -60,4 +60,4 @@ class GroupTransferService:
         return None
 
     def _lease_over(self) -> Fenced:
-        return Fenced(self._what, "it was cut off from ZooKeeper for too long to know")
+        return Fenced(self._what, "it was cut off from ZooKeeper for longer than its lease")

@@ -173,7 +173,7 @@ def _end_of(side: Side, number: int) -> LogPosition:
 
 
 def _kept_by_reset(master: Side, slave: Side, agreed: LogPosition | None) -> int:
-    """Returns the offset below which an emptied slave gives up nothing. What retention removed does not count."""
+    """Returns the offset below which an emptied slave gives up nothing. Removed messages do not count."""
     if slave.stable_offset <= slave.start.offset:  # readers have seen nothing of this log: its end counts
         return master.end.offset
     return max(master.start.offset, agreed.offset if agreed is not None else 0)

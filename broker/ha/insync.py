@@ -13,10 +13,10 @@ whose answer was lost counts both ways, until it can have no effect any more:
 
     stage       required   in ZooKeeper   continues to
     OUT         no         no             JOINING, when the slave is sent every append (live), and keeps up
-    JOINING     yes        no             ADDING, when it holds all that is stable; OUT, when it is away or behind
+    JOINING     yes        no             ADDING, when it holds all that is stable; OUT, when it is unlinked or behind
     ADDING      yes        perhaps        IN, when confirmed; else back to JOINING
     DROPPING    yes        perhaps        ADDING whose link is gone: OUT, when the request can have no effect
-    IN          yes        yes            REMOVING, when it is behind or away for too long, or came back as another one
+    IN          yes        yes            REMOVING, when it is behind or unlinked for long, or a new incarnation
     REMOVING    yes        perhaps        OUT, when confirmed; else back to IN
 
 _NEXT below has all transitions. A joining slave is required before the request, which holds the stable mark back until
@@ -182,7 +182,7 @@ class Membership:
     def behind(self, member: Member, since: float | None, now: float) -> None:
         """Notes the time since which a slave lacks sent messages, or a link; None: it is not behind.
 
-        Slaves that are OUT count, too: a slave that is behind does not begin to join.
+        This includes slaves that are OUT: a slave that is behind does not begin to join.
         """
         if since is not None and now - since > self._lag_s:
             self._behind.add(member)
@@ -238,6 +238,6 @@ class Membership:
         self._replaced.intersection_update(self._stages)
 
     def deposed(self) -> None:
-        """Notes another epoch in ZooKeeper. The required members stay as they are, and no more requests are made."""
+        """Notes another epoch in ZooKeeper. The required members do not change, and no more requests are made."""
         self._is_deposed = True
         self._request = None

@@ -283,7 +283,7 @@ class HAService:
         """
         if link.member in self.membership.insync:
             hint = f"Promote replica {link.replica}: this one then copies the partition from it."
-            reason = f"replica {link.replica} is in sync and has what this log lacks: {reason}"
+            reason = f"replica {link.replica} is in sync and has data that this log lacks: {reason}"
             self.failed(partition, CorruptData(partition.name, reason, hint=hint))
 
     def _checked(
@@ -329,7 +329,7 @@ class HAService:
         )
 
     def closed_by_slave(self, link: HAConnection, reason: str) -> None:
-        """Removes a link that the slave has closed: it was killed, or comes back very soon."""
+        """Removes a link that the slave has closed: it was killed, or reconnects very soon."""
         self.leave(link, reason, since=self._loop.time() - (1 - CLOSED_SHARE) * self._settings.insync_lag_ms / 1000)
 
     def leave(self, link: HAConnection, reason: str, *, since: float | None = None) -> None:

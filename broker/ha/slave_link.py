@@ -116,7 +116,7 @@ class SlaveLink:
         self._to_acknowledge = ToAcknowledge(self._handles)
         self._generation = 0
         self._undecided: set[int] = set()
-        """Handles for which the master has not said where to continue."""
+        """Handles for which the master has not decided where to continue."""
         self._waiting: set[Partition] = set()
         """Partitions for which the master cannot decide yet."""
         self._deciding: deque[sync.AttachResult] = deque()
@@ -170,7 +170,7 @@ class SlaveLink:
     def attach(self, partitions: list[Partition]) -> None:
         """Sends the state of these logs to the master. Ends the link if the incarnation has changed since the join."""
         if self._owner.incarnation != self._incarnation:
-            self.end(ConnectError("the master", "a log lacks what it had: this replica joins as another one"))
+            self.end(ConnectError("the master", "a log has lost data: this replica joins as another one"))
             return
         attached = []
         for partition in (one for one in partitions if one.closed_by is None):

@@ -134,7 +134,7 @@ class DurableLog:
     # -- flushing -------------------------------------------------------------------------------------------------
 
     def flush_due(self, since_ms: float) -> bool:
-        """True if the topic's policy asks for a flush now. `since_ms`: age of the oldest unflushed append."""
+        """True if the topic's policy requires a flush now. `since_ms`: age of the oldest unflushed append."""
         return self._config.flush.due(self.end_offset - self.flushed_offset, since_ms)
 
     def start_flush(self) -> FlushTicket | None:

@@ -20,7 +20,7 @@ FILES_MAX = 8
 class FlushTicket:
     """The files that hold a log's unflushed bytes, up to `end_position`. `PartitionLog.start_flush()` makes it.
 
-    It owns duplicates of their descriptors, so that the log cannot close them during the flush. sync() closes them, so
+    It owns duplicates of their descriptors: the log cannot close them during the flush. sync() closes them, so
     every ticket must be synced.
     """
 
@@ -43,7 +43,7 @@ class FlushTicket:
     ) -> None:
         """`paths` are files of the cache, `others` are files or folders outside of it. `whole`: nothing else is dirty.
 
-        `failed` is called in the syncing thread, so that no append follows a failed fsync. Raises OSError.
+        `failed` is called in the syncing thread: no append may follow a failed fsync. Raises OSError.
         """
         self.whole = whole
         """False if more files must be flushed than one ticket has descriptors for; the next ticket takes the rest."""

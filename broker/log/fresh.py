@@ -1,7 +1,7 @@
 """Logs without a batch: new logs, emptied logs that begin elsewhere, and damaged logs that are set aside.
 
 *Emptying* takes many changes of files, and a crash may come between any two. So one durable flag decides: the flush
-point says that the log is being emptied, and where it will begin. Before that the log is unchanged. From then on the
+point shows that the log is being emptied, and where it will begin. Before that the log is unchanged. From then on the
 other files of the folder do not count, whichever still exist. Every open continues the emptying until a flush point
 without the flag ends it. No batch is appended before that.
 

@@ -14,7 +14,7 @@ positions. So positions mean the same on both. The state that a master's append 
 batch's header here, too.
 
 *Derived files* (.index, .producers) are written at roll, checkpoint and clean close, and may be wrong or missing: each
-has a checksum and says up to where it goes. There is only one rule: none may describe bytes that were replaced. So a
+has a checksum and its end in the log. There is only one rule: none may describe bytes that were replaced. So a
 cut of the log first removes, durably, the files that describe the bytes behind the cut. The file `epochs` is derived
 too; it is written at the first batch of each epoch. metamq.broker.log.disk.epochs explains its purpose.
 
@@ -186,7 +186,7 @@ class PartitionLog(DurableLog):
         if self._bound_position == UNBOUND:
             self.set_bound(self.stable_offset, self.stable_position)
         self._epoch = -1
-        self._slot_unsynced = True  # metamq.broker.log.recovery says why
+        self._slot_unsynced = True  # see metamq.broker.log.recovery
         while headers:
             segment = self._store.segments[-1]
             count, size = fitting(headers, segment.size_bytes, self._config.segment_bytes)
@@ -246,7 +246,7 @@ class PartitionLog(DurableLog):
         """Seals the active segment and starts the next."""
         assert self._producers is not None
         try:
-            with self._unless_full("the producer states"):  # first, so that a lack of descriptors changes nothing
+            with self._unless_full("the producer states"):  # first: a lack of descriptors must change nothing
                 self._save_producers(self._producers)
             segment = self._store.roll(self.end_offset, self.end_position)
         except OSError as error:
@@ -383,7 +383,7 @@ class PartitionLog(DurableLog):
     # -- saving what is derived -----------------------------------------------------------------------------------
 
     def checkpoint(self) -> Steps[None]:
-        """Flushes, and saves the derived files, so that a start after a crash does not scan the existing batches.
+        """Flushes, and saves the derived files: a start after a crash then does not scan the existing batches.
 
         Raises StorageError, ClosedError.
         """
@@ -533,7 +533,7 @@ class PartitionLog(DurableLog):
             raise
 
     def reset_to(self, offset: int, position: int) -> list[str]:
-        """Empties the log, durably, so that it begins at this place: the master does not have the bytes before it.
+        """Empties the log, durably. It then begins at this place: the master does not have the bytes before it.
 
         Returns obsolete files, which any thread may remove. Only for a replica: readers see nothing until a bound
         allows it. Raises StorageError, ClosedError.

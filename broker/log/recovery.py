@@ -40,7 +40,7 @@ A gap at or above F is a torn tail: the next file's name reached the disk before
 
 Recovery *rewrites* the checked tail [F, end) over itself. If the process ended because an fsync failed, the kernel may
 hold these pages as clean although they never reached the disk. The next fsync would then succeed without writing them.
-Rewritten pages are dirty, so that fsync writes them. F itself is not advanced here.
+Rewritten pages are dirty, so fsync writes them. F itself is not advanced here.
 
 A cut is made durable before the log is used: both the file's new size and the removal of the files that describe the
 bytes behind it. Otherwise a second crash could bring the old bytes back behind new ones.

@@ -8,7 +8,7 @@ piece after the step: see `DurableLog.has_piece`.
 Bytes from the page cache prove nothing about the disk, and a scrub must not fill that cache with bytes that no client
 reads. So bytes that were not cached are dropped from the cache after they are verified; cached bytes stay. If the file
 system does not say which bytes are cached, all of them stay: the kernel then drops what is read once first. A file is
-open only while it is read, so that a file that retention removes frees its space at once.
+open only while it is read: a file that retention removes then frees its space at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Serves /metrics, /healthz and /readyz in threads, so that they answer while the event loop is blocked.
+"""Serves /metrics, /healthz and /readyz in threads: they answer even while the event loop is blocked.
 
 It uses the standard library and prometheus-client: a port for scrapers needs no web framework. With `http_tls` the port
 speaks TLS only, and shows /metrics to a client whose certificate has the right `describe cluster`.
@@ -50,7 +50,7 @@ class StatusGuard(NamedTuple):
 
 
 def guard_of(config: BrokerConfig, security: BrokerSecurity | None, users: KnownUsers) -> StatusGuard | None:
-    """Returns what protects the port; None: nothing. Raises ConfigError if `http_tls` is set without certificates."""
+    """Returns the protection of the port, or None. Raises ConfigError if `http_tls` is set without certificates."""
     if not config.http_tls:
         return None
     if security is None:
@@ -144,7 +144,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             for request, began in self._began.items():
                 if began < late:
                     with contextlib.suppress(OSError):  # it is closed already
-                        socket.socket.shutdown(request, socket.SHUT_RDWR)  # that of ssl would go on without TLS
+                        socket.socket.shutdown(request, socket.SHUT_RDWR)  # that of ssl would continue without TLS
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:  # before the close: afterwards another file may have its number

@@ -26,7 +26,7 @@ def bind(config: BrokerConfig, *, is_secure: bool) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror}",
-            hint="Choose another --port (0 takes a free one), or stop what uses it.",
+            hint="Choose another --port (0 takes a free one), or stop the program that uses it.",
         ) from error
     if not is_secure and is_exposed(config.host):
         log.warning("%s. %s", exposure(config.host, listener.getsockname()[1]), EXPOSED_HINT)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _GAUGES = {
-    "incarnation": ("metamq_broker_incarnation", "Raised when this replica may lack what it acknowledged"),
+    "incarnation": ("metamq_broker_incarnation", "Raised when this replica may lack messages that it acknowledged"),
     "connections": ("metamq_broker_connections", "Open connections"),
     "open_log_files": ("metamq_broker_open_log_files", "Files of logs that are open"),
     "request_bytes": ("metamq_broker_request_bytes", "Memory of requests under way"),
@@ -79,7 +79,7 @@ _LINKED = "At a slave: 1 when it is linked to its master"
 _RECEIVED = "At a slave: bytes of logs that came from masters"
 _IN_SYNC = "At the master: replicas in sync, itself included"
 _FAILOVER = "1 when an in-sync slave takes over by itself: failover is auto, and not paused"
-_PROMOTIONS = "Times that this replica became the master since its start: by itself, or asked"
+_PROMOTIONS = "Times that this replica became the master since its start: by itself, or on request"
 _GIVEN_UP = "Messages of async topics that this replica stored as a former master, and gave up"
 
 
@@ -100,7 +100,7 @@ class SyncTimes:
         self._sum_s = 0.0
 
     def timed(self, sync: Sync) -> Sync:
-        """Wraps `sync` so that it is measured; a failed call counts too."""
+        """Wraps `sync` to measure it; a failed call counts too."""
 
         def measured(fd: int) -> None:
             begun = time.perf_counter()

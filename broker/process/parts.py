@@ -113,7 +113,7 @@ def make_parts(
     )  # fmt: skip
 
     async def rights_changed() -> None:
-        for connection in list(door.connections):  # new ones take the new rules by themselves
+        for connection in list(door.connections):  # new ones have the new rules already
             connection.rights_changed()
             await asyncio.sleep(0)
 

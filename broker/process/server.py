@@ -79,7 +79,7 @@ RETRY_S = 1.0
 TOPICS_AT_ONCE = 64
 """Topics that are read at the same time. In sequence, each would take a round trip to ZooKeeper."""
 STALL_S = 30.0
-"""Seconds between two looks at stalled connections. A connection is closed after one to two of them."""
+"""Seconds between two checks for stalled connections. A connection is closed after one to two of them."""
 COLLECTED_AFTER = 20_000
 """New objects per run of the garbage collector over young objects. Python's default of 700 is a few requests."""
 OPEN_FILES_LEAST = 128
@@ -221,7 +221,7 @@ class Broker:
 
     @property
     def name(self) -> str:
-        """The replica and its role, for people."""
+        """The replica and its role, for messages."""
         role = self._parts.status.role
         names = {RoleKind.MASTER: f"the master, epoch {role.epoch}", RoleKind.SLAVE: "a slave"}
         return f"replica {self._folder.replica} of broker {self.config.id} ({names.get(role.kind, role.kind.value)})"
@@ -277,18 +277,18 @@ class Broker:
         """Gives a new folder in the place of a lost one a new incarnation: the in-sync set does not contain it then."""
         former = await self._incarnations_before()
         if former:
-            reason = "is new, and what the replica had in another one is gone"
+            reason = "is new, and the data in the replica's former folder is gone"
             self._folder.begin_after(max(former), reason, is_older=True)
 
     async def _check_not_copied(self) -> None:
         """Gives a new incarnation to a copy of the folder, and to an original after a copy was used in its place.
 
-        The replica may have gone on with the other folder. While a process with that folder may live, nothing is
+        The replica may have continued with the other folder. While a process with that folder may run, nothing is
         changed here.
         """
         is_older = True
         if self._folder.is_copy:
-            reason = "is a copy, or was moved to another disk: it may be older than what the replica had last"
+            reason = "is a copy, or was moved to another disk: it may be older than the replica's last data"
             is_older = not await self._is_complete_copy()
         elif max(await self._known_incarnations(), default=0) > self._folder.incarnation:  # in a folder, it only rises
             reason = "is not the one that the replica used last: it lacks messages that are in that one"
@@ -303,8 +303,8 @@ class Broker:
         return self._folder.was_clean and stored is not None and stored[0].epoch == self._folder.epoch
 
     async def _incarnations_before(self) -> list[int]:
-        """Returns the incarnations of this replica with another folder. Raises ConfigError if another living process is
-        this replica: it has lost nothing."""
+        """Returns the incarnations of this replica with another folder. Raises ConfigError if another running process
+        is this replica: it has lost nothing."""
         await until_alone(self._session, self._registration())
         return await self._known_incarnations()
 
@@ -389,7 +389,7 @@ class Broker:
                 self._parts.keeper.look_again()
 
     async def _beats(self) -> None:
-        """Notes for /healthz that the loop turns."""
+        """Records for /healthz that the loop runs."""
         while True:
             self._beat = time.monotonic()
             await asyncio.sleep(0.5)
@@ -419,7 +419,7 @@ class Broker:
             self._ended.set()
 
     def end(self) -> None:
-        """Asks for a graceful stop."""
+        """Requests a graceful stop."""
         self._ended.set()
 
     async def wait(self) -> None:
@@ -567,7 +567,7 @@ async def serve(config: BrokerConfig, access: ClusterAccess, *, ready: Callable[
 
 
 async def _started(broker: Broker) -> bool:
-    """Starts the broker. Returns False if it was asked to end before; the start is undone then."""
+    """Starts the broker. Returns False if a request to end came before; the start is undone then."""
     start, end = asyncio.ensure_future(broker.start()), asyncio.ensure_future(broker.wait())
     try:
         await asyncio.wait({start, end}, return_when=asyncio.FIRST_COMPLETED)

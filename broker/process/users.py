@@ -1,6 +1,6 @@
 """The users of the cluster, their rights and their quotas, as a broker knows them: it follows their nodes.
 
-Without ZooKeeper what was known last counts. This module also limits failed logins.
+Without ZooKeeper the last known values apply. This module also limits failed logins.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Followed(Generic[T]):
         self._watch = OneWatch(self._due.set)
 
     async def read(self) -> None:
-        """Reads the node, and leaves a watch. If it is damaged, the former value counts. Raises ConnectError."""
+        """Reads the node, and leaves a watch. If it is damaged, the former value still applies. Raises ConnectError."""
         self._due.clear()
         try:
             value = await self._watch.leave(lambda watch: self._read(self._session, watch))
@@ -84,7 +84,7 @@ class Followed(Generic[T]):
             try:
                 await self.read()
             except ConnectError as error:
-                log.info("the %s cannot be read, the former ones count: %s", self._what, error)
+                log.info("the %s cannot be read, the former ones still apply: %s", self._what, error)
                 self._due.set()
                 await asyncio.sleep(RETRY_S)
 
@@ -125,7 +125,7 @@ class KnownUsers:
         return self._delegations.value
 
     def owner(self, user: str) -> str | None:
-        """Returns the principal of a user who has logged in; None: its token has ended."""
+        """Returns the principal of a logged-in user, or None if its token has ended."""
         if not user.startswith(TOKEN_PREFIX):
             return user
         token = self._token(user)
@@ -140,7 +140,7 @@ class KnownUsers:
         return find_token(self._delegations.value, user, time.time_ns() // 1_000_000)
 
     def zookeeper_proof(self, user: str) -> str:
-        """Returns what proves to ZooKeeper that a client is this user; empty for a user by a token of a delegation."""
+        """Returns the user's proof of identity for ZooKeeper; empty for a user by a token of a delegation."""
         return proof_of(self._owner_key, user) if self._owner_key and not user.startswith(TOKEN_PREFIX) else ""
 
     async def read_tokens(self) -> None:
@@ -148,7 +148,7 @@ class KnownUsers:
         await self._delegations.read()
 
     def access(self, user: str, refused: Callable[[NotAuthorized], None]) -> Access:
-        """Returns what the user may do by the present rules. `refused` is called with each refusal."""
+        """Returns the user's rights by the present rules. `refused` is called with each refusal."""
         if not self._is_secure:
             return UNLIMITED
         token = self._token(user)
@@ -158,7 +158,7 @@ class KnownUsers:
         return Access(user, self._rules.value, only=only, refused=refused)
 
     def meter(self, principal: str, now_s: float) -> Meter | None:
-        """Returns what measures the principal by its present quota; None: it has no quota."""
+        """Returns the principal's meter, with its present quota, or None without a quota."""
         return self._meters.find(principal, self._quotas.value, now_s)
 
     def may_describe(self, principal: str) -> bool:
@@ -166,7 +166,7 @@ class KnownUsers:
         return bool(principal) and self._rules.value.decide(principal, DESCRIBE, Resource(CLUSTER)).is_allowed
 
     def find(self, user: str) -> Verifiers | None:
-        """Returns the data that verifies the user's password, or a token's secret; None: there is no such user."""
+        """Returns the verifiers of the user's password, or of a token's secret, or None if there is no such user."""
         token = self._token(user)
         return self._users.value.get(user) if token is None else token.verifiers
 

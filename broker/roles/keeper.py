@@ -230,9 +230,9 @@ class RoleKeeper:
         return self._exchange(BetweenRoles(role.kind, role.epoch, role.reason, refusal), refusal)
 
     def _lose_epoch(self, state: BrokerState) -> None:
-        """Ends the epoch of a master after another process has begun a new one in its name.
+        """Ends the epoch of a master after another process has begun a new one as this replica.
 
-        Call it before become_master(), which waits for the other process while that may live.
+        Call it before become_master(), which waits for the other process while that may run.
         """
         refusal = Fenced(self._what, f"epoch {state.epoch} has begun")
         log.warning("%s: %s", self._what, refusal.reason)
@@ -254,7 +254,7 @@ class RoleKeeper:
         """Begins an epoch that this replica has in ZooKeeper.
 
         `registered` is the session and the incarnation of its registration. If they have changed since, the replica
-        registers again. Raises SHORTAGES: settle() then begins the same epoch again, so that retries use up no epochs.
+        registers again. Raises SHORTAGES: settle() then begins the same epoch again: retries use up no epochs.
         """
         refusal = Fenced(self._what, "a new epoch begins")
         self._registered = -1, -1  # until the epoch has begun: the replica is not ready
@@ -404,9 +404,9 @@ class RoleKeeper:
     async def promote(self, asked: Promote, noticed: Noticed | None = None) -> Mastership:
         """Makes this replica the master: an operator, a master that stops, or this replica's Successor asks for it.
 
-        It waits for all messages of a living master, but not for a master that is dead or hangs. `noticed`: set if
-        it decided by itself. Raises Fenced (not in sync, without `accept_loss`), ConnectError, and the refusal of a
-        living master.
+        It waits for all messages of a live master, but not for a master that has crashed or hangs. `noticed`: set if it
+        decided by itself. Raises Fenced (not in sync, without `accept_loss`), ConnectError, and the refusal of a live
+        master.
         """
         since = asyncio.get_running_loop().time() if noticed is None else noticed.since
         async with self._settling:
@@ -416,7 +416,7 @@ class RoleKeeper:
             stored, claims = await self._read_all()
             if stored is None:
                 raise Fenced(self._what, "the broker id has had no master yet: start replica 0")
-            if self._topics.damage():  # what it has acknowledged must not count any more
+            if self._topics.damage():  # its former acknowledgements must not count any more
                 self._folder.raise_incarnation("a log is damaged")
                 registration = self._registration()
             state, version = stored
@@ -426,7 +426,7 @@ class RoleKeeper:
             in_sync = registration.member in state.insync and not was_taken_back
             handed_over, registered = False, self._to_register()
             if not in_sync and not asked.accept_loss and not was_taken_back:
-                raise Fenced(self._what, "it is not in the in-sync set, so that messages would be lost")
+                raise Fenced(self._what, "it is not in the in-sync set, and messages would be lost")
             self._folder.check_writable()  # otherwise no replica would be the master
             if in_sync:
                 handed_over = await self._is_handed_over(state)
@@ -438,7 +438,7 @@ class RoleKeeper:
                 accept_loss=asked.accept_loss, handed_over=handed_over and not asked.master_stops,
             )  # fmt: skip
             if isinstance(mastership, Refused):
-                raise Fenced(self._what, "the state has changed meanwhile: look at `metamq ha status` again")
+                raise Fenced(self._what, "the state has changed meanwhile: run `metamq ha status` again")
             try:
                 await self._begin_epoch(mastership, registered)
             except SHORTAGES:
@@ -447,10 +447,10 @@ class RoleKeeper:
             return mastership
 
     async def _is_handed_over(self, state: BrokerState) -> bool:
-        """Asks a living master to hand over. Returns True if it stopped writing and this replica holds all messages.
+        """Asks a live master to hand over. Returns True if it stopped writing and this replica holds all messages.
 
-        A link that is down does not show that the master is dead, while the master is registered. Raises the refusal of
-        a living master, and ConnectError if ZooKeeper does not answer.
+        A link that is down does not show that the master has crashed, while the master is registered. Raises the
+        refusal of a live master, and ConnectError if ZooKeeper does not answer.
         """
         for _ in range(2):
             role = self._status.role
@@ -471,7 +471,7 @@ class RoleKeeper:
             except Timeout as error:  # the master hangs
                 log.warning("%s: the master does not hand over: %s", self._what, error)
                 return False
-            except ConnectError as error:  # the master died just now, or the link broke
+            except ConnectError as error:  # the master has just crashed, or the link broke
                 log.warning("%s: the link broke before the master had handed over: %s", self._what, error)
         return False
 

@@ -11,7 +11,7 @@ BetweenRoles has the kind that the replica reports in the meantime:
 
     kind                 the replica
     STARTING             has had no role since its start
-    WAITING              has lost its epoch: another one has begun in its name
+    WAITING              has lost its epoch: another process has begun one as this replica
     the former kind      has a new epoch in ZooKeeper, stops its former work, and notes the epoch on disk; or is closed
     MASTER               has noted the epoch, and begins it: durable commits of former masters go into their partitions
 
@@ -50,7 +50,7 @@ class BetweenRoles:
     kind: RoleKind
     epoch: int
     reason: str
-    """The reason of `kind`, for people."""
+    """The reason of `kind`, for messages."""
     refusal: Fenced
     """The answer to requests that only a master serves."""
 
@@ -139,7 +139,7 @@ class MasterRole:
 class _LinkedRole:
     epoch: int
     reason: str
-    """The reason of the role, for people."""
+    """The reason of the role, for messages."""
     refusal: Fenced
     """The answer to requests that only a master serves."""
     link: HAClient

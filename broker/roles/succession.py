@@ -17,7 +17,7 @@ A master is gone if one of two things is known:
   the same replica after a restart.
 
 In the first case each candidate publishes the size of its logs in its node. All in-sync slaves have every message that
-was acknowledged on `sync` topics. On `async` topics the one with the most bytes gives up least, so it goes first; then
+was acknowledged on `sync` topics. On `async` topics the one with the most bytes gives up least, so it comes first; then
 the preferred replica; then the lowest number. The others skip a candidate that publishes nothing for a moment. A
 candidate that does not take over loses its turn to the next one.
 
@@ -52,7 +52,7 @@ PUBLISH_MS = 300
 TURN_MS = 1000
 """Milliseconds that a candidate has for its take-over before the next one tries."""
 OBSTACLE_MS = 1000
-"""Milliseconds between two looks at an obstacle: no event reports its end."""
+"""Milliseconds between two checks of an obstacle: no event reports its end."""
 FREE_SWITCHES = 3
 """Automatic switches within FLAPPING_MS that need no pause."""
 FLAPPING_MS = 600_000
@@ -135,7 +135,7 @@ def decide(now: Situation) -> StepDecision:
     if reason := off_reason(now.failover):
         return StepDecision(Step.STAY, reason)
     if now.me not in now.state.insync:
-        return StepDecision(Step.STAY, "it is not in the in-sync set, so that messages would be lost")
+        return StepDecision(Step.STAY, "it is not in the in-sync set, and messages would be lost")
     if now.obstacle:
         again_ms = OBSTACLE_MS if now.gone else None
         return StepDecision(Step.WAIT if now.gone else Step.STAY, now.obstacle, again_ms)

@@ -121,7 +121,7 @@ class Successor:
         self.given_up_messages = 0
         """The messages that this process has reported to gave_up()."""
         self.promotions = {"itself": 0, "asked": 0}
-        """Counts: this process became the master by itself, or asked by an operator or by a master that stops."""
+        """Counts: this process became the master by itself, or on request of an operator or of a master that stops."""
 
     @property
     def is_on(self) -> bool:
@@ -169,7 +169,7 @@ class Successor:
         if stored is None:
             return None
         epoch = stored[0].epoch
-        # Read after the state: what it shows of a later master ends in a refused compare-and-set, and is not believed.
+        # Read after the state. If it is of a later master, the decision ends in a refused compare-and-set.
         has_node = await master_of(self._session, broker_id) is not None
         gone = why_gone(epoch, has_node, role.link.epoch, role.link.is_refused)
         if not gone or epoch != self._gone_epoch:

@@ -2,8 +2,8 @@
 
 A client without `recover cluster` sees its own branches. If it may write to any topic, it also sees the ids and states
 of branches of others that are prepared, or decided by an operator, without their size and session. It cannot end them,
-and their ids are not secret: a recoverer forgets a decision once no broker has a prepared branch of the transaction. A
-branch that it is not shown, since it has another user now, would lose its decision.
+and their ids are not secret: a recoverer forgets a decision once no broker has a prepared branch of the transaction. If
+the recoverer has another user now and did not see a branch, that branch would lose its decision.
 """
 
 from __future__ import annotations

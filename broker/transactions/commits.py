@@ -178,7 +178,7 @@ class CommitApplier:
 
 
 def log_completed(applied: Sequence[int], dropped: int) -> None:
-    """Logs what a new master did for former ones. `applied`: the numbers that redo() yielded."""
+    """Logs the work of a new master for former ones. `applied`: the numbers that redo() yielded."""
     commits = sum(1 for batches in applied if batches)
     if commits or dropped:
         unprepared = f", {count(dropped, 'branch')} not prepared and dropped" if dropped else ""

@@ -1,4 +1,4 @@
-"""Followers: ends transactions over several brokers whose client died before all of the brokers knew the outcome.
+"""Followers: ends transactions over several brokers whose client crashed before all of the brokers knew the outcome.
 
 Such a transaction has no coordinator. A branch at one broker, the *decider*, decides with DECIDE for the branches at
 the other brokers. These were prepared before, and know their decider (metamq.tx.app.work has the client's side).
@@ -113,7 +113,7 @@ class Followers:
                 ) from error
             verb = Verb.ROLLBACK
         await client.ask(self._branch(branch, self._broker_id, branch.epoch), verb)
-        log.info("branch %s: %s, as broker %d says; its client did not end it", branch.xid, verb.name, broker_id)
+        log.info("branch %s: %s, as broker %d decided; its client did not end it", branch.xid, verb.name, broker_id)
 
     async def _commit_followers(self, client: _Patient, branch: BranchState) -> None:
         """Commits at all followers of a decided branch, even if some fail. Raises the first error."""

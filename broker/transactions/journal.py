@@ -80,7 +80,7 @@ class JournalStore:
         self.found_offset = partition.log.end_offset
         """Its end when the epoch began."""
         self.durable_offset = partition.log.stable_offset
-        """The end of what was known then to be on every in-sync replica."""
+        """The end of the part that was known then to be on every in-sync replica."""
 
     def check_term(self) -> None:
         """Raises the error that ended the epoch: a task that began in it may still run in the next one."""

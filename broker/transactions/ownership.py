@@ -52,7 +52,7 @@ def check_verb(term: TransactionTerm, work: TxRequest) -> None:
 
 
 def _check_owner(term: TransactionTerm, work: TxRequest) -> None:
-    """A client that has lost its last right to write may still end what it began."""
+    """A client that has lost its last right to write may still end its own branches."""
     branch = term.store.branches.get(work.xid)
     if branch is None or work.verbs[0] is Verb.START:  # START says that the id is in use
         work.connection.access.check_begins()

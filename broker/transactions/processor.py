@@ -77,7 +77,7 @@ Check = Callable[[PutEntry, memoryview], BodyPlace]
 
 
 def _is_of_the_disk(error: MetamqError) -> bool:
-    """True if the disk failed, so that the broker must end. A full disk or a lack of descriptors is not a failure."""
+    """True if the disk failed, and the broker must end. A full disk or a lack of descriptors is not a failure."""
     return isinstance(error, StorageError) and not error.retriable
 
 
@@ -276,7 +276,7 @@ class TransactionalCommandProcessor:
         return found
 
     def _run(self, term: TransactionTerm, work: TxRequest) -> None:
-        """Carries out a request, and the ones that wait behind it, up to the first verb that must wait."""
+        """Carries out a request, and the requests that wait behind it, up to the first verb that must wait."""
         following: TxRequest | None = work
         while following is not None and self._carried_out(term, following):
             following = self._finish(term, following)
@@ -428,7 +428,7 @@ class TransactionalCommandProcessor:
             term.journal.admit(branch.bytes if promises else 0)
         except (NotEnoughReplicas, CorruptData, DiskFull) as error:
             raise TryLater(branch.xid, XACode.RETRY, str(error)) from error
-        if verb is Verb.PREPARE:  # counted at once, so that branches prepared before the next tick fit, too
+        if verb is Verb.PREPARE:  # counted at once: branches prepared before the next tick must fit, too
             self.figures = self.figures._replace(promised_bytes=self.figures.promised_bytes + branch.bytes)
 
     def _check_served(self, topic: str, topic_id: str, index: int) -> None:

@@ -58,7 +58,7 @@ class CommitsFirst(MetamqError):
 
     def __init__(self, partition: str) -> None:
         super().__init__(
-            f"{partition} takes no messages at present: commits that were answered before come first",
+            f"{partition} takes no messages at present: earlier commits come first",
             hint="Send again a little later.",
         )
         self.partition = partition
@@ -107,7 +107,7 @@ class TxRequest:
 
     @property
     def promise_follows(self) -> bool:
-        """True if it continues after SEND with END and a promise, so that no other request comes between."""
+        """True if it continues after SEND with END and a promise, without another request in between."""
         return len(self.verbs) == 3 and self.verbs[1] is Verb.END and self.verbs[2] in PROMISES
 
 

@@ -99,7 +99,7 @@ class Upkeep:
         if partition.closed_by is not None:
             return False
         if log.flushed_position < end_position:
-            raise StorageError(f"{partition.name} was not flushed", hint="The first error of its disk says why.")
+            raise StorageError(f"{partition.name} was not flushed", hint="The first error of its disk has the reason.")
         held: asyncio.Future[MetamqError | None] = asyncio.get_running_loop().create_future()
         if partition.when_stable(end_offset, lambda error: None if held.done() else held.set_result(error)):
             return True
@@ -162,7 +162,7 @@ class Upkeep:
             await asyncio.sleep(0)
 
     def _move(self, term: TransactionTerm, branch: BranchState) -> None:
-        """Rewrites a branch in one turn of the loop, so that no other record of it comes between.
+        """Rewrites a branch in one turn of the loop, without another record of it in between.
 
         MOVED is in one entry with the last of the bodies. So an interrupted move has fewer bodies than the branch, and
         later bodies do not seem to continue it.
@@ -179,7 +179,7 @@ class Upkeep:
             records = []
 
     def _keep_waiting(self, term: TransactionTerm, committed: CommittedBranch) -> None:
-        """Rewrites a waiting commit in one turn of the loop, so that none of its batches is applied meanwhile."""
+        """Rewrites a waiting commit in one turn of the loop: none of its batches may be applied meanwhile."""
         numbers = list(committed.bodies)
         for start, bodies, data in _in_entries(term, list(committed.bodies.values())):
             end = start + len(bodies)

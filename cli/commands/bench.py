@@ -85,7 +85,7 @@ def _produce(settings: dict[str, Any], topic: str, messages: int, size: int, com
     from metamq import Producer
 
     per_call = max(min(messages, CHUNK_BYTES // max(size, 1)), 1)
-    # Random bytes: a compressor must not find the same message a million times.
+    # Random bytes: a compressor must not see the same message a million times.
     pool = secrets.token_bytes(size + per_call)
     values = [pool[start : start + size] for start in range(per_call)]
     producer: Producer[bytes] = Producer(**settings, compression=compression)

@@ -1,7 +1,7 @@
 """`metamq consume`: prints messages until the end, until a count, or until its reader closes the output.
 
-A message of a group is committed only after it has been written: the buffer is written first. So a consumer that is
-killed repeats lines, and loses none.
+A message of a group is committed only after it has been written: the buffer is written first. So after a kill, lines
+are repeated, but none is lost.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _poll_reader(stream: IO[str]) -> select.poll | None:
 
 
 class PollingConsumer(Consumer[bytes]):
-    """A consumer whose loops end often, so that the command can check for signals and a closed output."""
+    """A consumer whose loops end often: the command then checks for signals and a closed output."""
 
     _asks_for_the_end = False
 
@@ -161,7 +161,7 @@ class PollingConsumer(Consumer[bytes]):
 
 
 class Printer:
-    """Writes the messages of a consumer, and commits what is written."""
+    """Writes the messages of a consumer, and commits the written ones."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class Printer:
             raise BrokenPipeError
 
     def _passes_end(self, message: Message[Any]) -> bool:
-        """Notes our position; returns True if this was the last partition with messages to read."""
+        """Records our position. Returns True if this was the last partition with messages to read."""
         assert self._ends is not None
         tp = TopicPartition(message.topic, message.partition)
         if message.offset + 1 >= self._ends.get(tp, 0):

@@ -76,7 +76,7 @@ IDLE_HINTS = {
 }
 """The hint for an idle member; True if its topics are gone."""
 PREPARED_MS_MAX = 60_000
-"""The time in which a coordinator decides. A slower one has failed, or waits for another one that has failed."""
+"""The time in which a coordinator decides. A slower coordinator has failed, or waits for one that has failed."""
 BRANCHES_NAMED = 5
 INDENT = 9
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -95,7 +95,7 @@ def doctor(output: str) -> int:
     metamq doctor -o json | jq '.[] | select(.status != "ok")'
     """
     settings = current()
-    # So that a wait for ZooKeeper is logged.
+    # This logs a wait for ZooKeeper.
     logging.getLogger("metamq.zk").setLevel(min(logging.WARNING, logging.getLogger("metamq").level))
     findings: list[Finding] = []
 
@@ -114,7 +114,7 @@ def doctor(output: str) -> int:
 
 def _print(finding: Finding) -> None:
     status = styled(finding.status.ljust(INDENT - 1), sys.stdout, fg=COLOURS[finding.status])
-    # Folded without the colours, which take no place.
+    # Wrapped before it is coloured: colours have no width.
     lines = folded(f"{' ' * INDENT}{finding.what}: {finding.detail}", sys.stdout)
     click.echo(f"{status} {lines[INDENT:]}")
     if finding.hint:
@@ -238,7 +238,7 @@ async def _look_inside(access: ClusterAccess, report: Callable[[Finding], None])
 
 
 async def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
-    """Finds what others can reach or change."""
+    """Reports data and ports that others can reach or change."""
     what = "security"
     zookeepers = {host for host, _port in parse_servers(access.zookeeper)[0]}
     if access.security.is_on:
@@ -258,7 +258,7 @@ async def _security(access: ClusterAccess, cluster: ClusterClient) -> Finding:
     exposed = sorted(filter(is_exposed, hosts))
     if not exposed:
         return Finding(what, "ok", "off, and clients use only addresses of this machine")
-    problem = f"off: whoever reaches {listed(exposed)} may read and change everything"
+    problem = f"off: any client that reaches {listed(exposed)} may read and change everything"
     return Finding(what, "warning", problem, EXPOSED_HINT)
 
 
@@ -318,7 +318,7 @@ async def _look_at_broker(cluster: ClusterClient, broker_id: int, report: Callab
             found = await describe_broker(cluster, broker_id)
         _report_unreadable(what, unreadable, report)
         if found is None:
-            report(Finding(what, "problem", "not registered", "Start replica 0. Its log says why it ended."))
+            report(Finding(what, "problem", "not registered", "Start replica 0. Its log has the reason for its end."))
             return False
         faults = replica_faults(found)
         if not any(fault.status == "problem" for fault in faults):
@@ -354,7 +354,7 @@ async def _master(cluster: ClusterClient, broker_id: int) -> Finding:
     if header["writes_refused"]:
         return Finding(what, "problem", f"{seen}; it refuses writes: {header['writes_refused']}")
     if unlisted := header.get("unlisted"):
-        return Finding(what, "problem", f"{seen}; it keeps what ZooKeeper lacks: {'; '.join(unlisted)}")
+        return Finding(what, "problem", f"{seen}; it keeps topics that ZooKeeper lacks: {'; '.join(unlisted)}")
     if connection.greeting.broker_id != broker_id:
         hint = "Two brokers share an address, or --advertise names the wrong host."
         return Finding(what, "problem", f"{master.address} is broker {connection.greeting.broker_id}", hint)

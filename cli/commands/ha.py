@@ -173,7 +173,7 @@ def _admin_of_a_cluster(waiting: ReportedWait) -> Admin:
 
 
 def _shortage(broker: BrokerReplicas, wanted: int) -> str:
-    """Returns "broker 0 has 1 of 2 replicas in sync (replica 0), replica 1 is down"."""
+    """Describes one broker: "broker 0 has 1 of 2 replicas in sync (replica 0), replica 1 is down"."""
     has_master = any(one.holds_all for one in broker.replicas if one.role == "master")
     ready = (one for one in broker.replicas if (one.holds_all if has_master else one.in_sync and one.address))
     running = [str(one.replica) for one in ready]

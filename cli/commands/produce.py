@@ -122,7 +122,7 @@ def produce(
 
 
 class Interrupt:
-    """Makes SIGINT and SIGTERM end the reading, not the sending. They raise during a read, and are else only noted.
+    """Makes SIGINT and SIGTERM end the reading, not the sending. They raise during a read; otherwise they set a flag.
 
     A second signal also ends the sending.
     """
@@ -146,7 +146,7 @@ class Interrupt:
         if again:
             raise KeyboardInterrupt
         with contextlib.suppress(OSError):
-            os.write(sys.stderr.fileno(), STORING)  # the stream may be in the middle of a write of ours
+            os.write(sys.stderr.fileno(), STORING)  # the signal may interrupt our own write to the stream
         if self.reading:
             raise KeyboardInterrupt
 
@@ -172,7 +172,7 @@ def split_lines(read: Callable[[], bytes]) -> Lines:
         rest = lines.pop()
         number += len(lines)
         if len(rest) > MESSAGE_BYTES_MAX:
-            raise MessageTooLarge(f"line {number:,}", len(rest), MESSAGE_BYTES_MAX, hint="Is this a file of lines?")
+            raise MessageTooLarge(f"line {number:,}", len(rest), MESSAGE_BYTES_MAX, hint="The input must have lines.")
         if lines:
             yield lines
     if rest:

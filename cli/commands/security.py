@@ -147,7 +147,7 @@ def list_certificates(folder: Path, output: str) -> int:
 def revoke(name: str, folder: Path, output: str) -> int:
     """Revoke the certificate NAME, and all former ones of that name: copy revoked.crl to all brokers.
 
-    They refuse it for new connections; open ones stay. `metamq security issue NAME` makes another certificate.
+    Brokers refuse it for new connections; open ones stay. `metamq security issue NAME` makes another certificate.
 
     \b
     metamq security revoke etl
@@ -193,7 +193,7 @@ def migrate(yes: bool, output: str) -> int:
     """Give the nodes in ZooKeeper their access lists, if the cluster is older than its security.
 
     Brokers and administrators then own topics, registrations, users and rules: other clients cannot change them. Run it
-    as an administrator, once all brokers run with security. It may be repeated.
+    as an administrator, after all brokers run with security. You may repeat it.
 
     \b
     metamq security migrate          shows the plan
@@ -227,7 +227,7 @@ async def _migrate(yes: bool, output: str) -> None:
         raise ConfigError(
             f"{count(len(refused), 'node')} of {where} belong to another client, which does not allow a change: "
             f"{listed(refused)}",
-            hint="Is METAMQ_SECURITY_ROLE admin? Then delete them as ZooKeeper's superuser.",
+            hint="Set METAMQ_SECURITY_ROLE=admin; if that does not help, delete them as ZooKeeper's superuser.",
         )
     if output == "json":
         print_json({"corrected": paths})

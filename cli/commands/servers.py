@@ -49,7 +49,7 @@ _SETTINGS = (
     ("--http-host", "http_host", str, "Address of that port.  [the host]"),
     ("--http-tls", "http_tls", bool, "TLS on that port; /metrics then needs a certificate with a right.  [false]"),
     ("--session-timeout", "session_timeout_ms", DURATION,
-     "ZooKeeper session time-out: a dead broker stays registered for this time.  [10s]"),
+     "ZooKeeper session time-out: a crashed broker stays registered for this time.  [10s]"),
     ("--disk-reserve", "disk_reserve_bytes", SIZE, "Refuse writes below this free disk space.  [256MiB]"),
     ("--retention-check", "retention_check_s", SECONDS,
      "Interval of the checks of retention and free disk space.  [30s]"),

@@ -308,8 +308,8 @@ def commit(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
     """Commit a prepared transaction, instead of its transaction manager.
 
     Consumers then see its messages. If the manager decides otherwise, one part of the transaction is committed and
-    another is rolled back. So commit only if the manager is lost, or says that it has committed. The manager receives
-    the decision when it asks.
+    another is rolled back. So commit only if the manager is lost, or reports that it has committed. The manager
+    receives the decision when it asks.
 
     XID is a full id, or a global transaction as for `metamq tx show`. If a broker does not answer, give --broker:
     without it the command does nothing.

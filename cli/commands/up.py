@@ -7,7 +7,7 @@
 
 The lock is a flock, and the replicas inherit its descriptor. After a kill -9 of this process the lock lasts until the
 replicas have ended, so the next `metamq up` does not find the folder free too early. The process id in the file
-distinguishes a dying cluster from a running one.
+distinguishes a cluster that is ending from a running one.
 """
 
 from __future__ import annotations

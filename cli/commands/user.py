@@ -1,4 +1,4 @@
-"""`metamq user`, `metamq acl` and `metamq quota`: who logs in by password, who may do what, and how much of it.
+"""`metamq user`, `metamq acl` and `metamq quota`: users who log in by password, rights, and quotas.
 
 A password is never on a command line.
 """
@@ -131,7 +131,7 @@ def remove(name: str, output: str) -> int:
 @user.command()
 @TABLE_OR_JSON
 def tokens(output: str) -> int:
-    """Show the tokens by which tasks of Spark log in: whose they are, for what, and until when.
+    """Show the tokens with which tasks of Spark log in: their principals, rights and times of expiry.
 
     \b
     metamq user tokens
@@ -158,7 +158,7 @@ def tokens(output: str) -> int:
 def end_tokens(principal: str, output: str) -> int:
     """End all tokens of PRINCIPAL, a user or a certificate: their tasks fail. Queries that start later make new ones.
 
-    `user remove`, and `user add` with another password, do so, too.
+    `user remove`, and `user add` with another password, also end them.
 
     \b
     metamq user end-tokens etl
@@ -176,8 +176,8 @@ def end_tokens(principal: str, output: str) -> int:
 def acl() -> None:
     """Show and change the rules of rights.
 
-    Brokers with certificates do only what a rule allows; a `deny` counts more than any `allow`. The certificates
-    `admin` and `brokers` may do everything. A change counts within a second, at open connections too.
+    Brokers with certificates do only what a rule allows; a `deny` overrides any `allow`. The certificates `admin` and
+    `brokers` may do everything. A change applies within a second, also to open connections.
 
     \b
     PRINCIPAL  the name of a user or of a certificate; '*': all of them
@@ -264,7 +264,7 @@ def list_rules(output: str) -> int:
 @click.argument("resource")
 @TEXT_OR_JSON
 def explain(principal: str, right: str, resource: str, output: str) -> int:
-    """Show if PRINCIPAL has a right on RESOURCE, and which rule decides. Ends with 1 if it has not.
+    """Show if PRINCIPAL has a right on RESOURCE, and the rule that decides. Ends with status 1 if it has not.
 
     \b
     metamq acl explain etl read topic:orders
@@ -281,10 +281,10 @@ def explain(principal: str, right: str, resource: str, output: str) -> int:
 
 @click.group(cls=Group)
 def quota() -> None:
-    """Show and change quotas: how much a principal may use at each broker in a second.
+    """Show and change quotas: the limits of a principal at each broker, per second.
 
     A broker delays requests above the quota, and refuses none: its clients log a warning, and wait. The certificates
-    `admin` and `brokers` have no quota. A change counts within a second, at open connections too.
+    `admin` and `brokers` have no quota. A change applies within a second, also to open connections.
 
     \b
     metamq quota set etl --write-bytes 10MB --read-bytes 50MB
@@ -304,7 +304,7 @@ def set_quota(
 ) -> int:
     """Set the quota of PRINCIPAL, a user or a certificate; '*': each one without its own.
 
-    It replaces the former quota. What is not given has no limit.
+    It replaces the former quota. Without its option, a value has no limit.
 
     \b
     metamq quota set etl --write-bytes 10MB --requests 500
@@ -325,9 +325,9 @@ def set_quota(
 
 
 def _note_unknown(admin: Admin, principal: str) -> None:
-    """Says if no user has this name: it may be a typing error."""
+    """Warns if no user has this name: it may be a typing error."""
     if principal != ANY_PRINCIPAL and principal not in admin.users():
-        say(f"No user has the name {principal}. It counts for a certificate or a token of that name.")
+        say(f"No user has the name {principal}. The quota applies to a certificate or a token of that name.")
 
 
 def _quota_fields(principal: str, found: Quota) -> dict[str, object]:
@@ -359,7 +359,7 @@ def list_quotas(output: str) -> int:
 @click.argument("principal")
 @TEXT_OR_JSON
 def remove_quota(principal: str, output: str) -> int:
-    """Remove the quota of PRINCIPAL. The quota of '*' counts then, if there is one.
+    """Remove the quota of PRINCIPAL. The quota of '*' then applies, if there is one.
 
     \b
     metamq quota remove etl

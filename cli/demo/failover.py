@@ -1,4 +1,4 @@
-"""The master's death in the demo: kill -9 while flights are sent, the slave takes over, the former master returns."""
+"""The failover in the demo: kill -9 of the master while flights are sent, the take-over, the former master's return."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FailOver:
         self._sent, self._answered = 0, 0
         self._acknowledged_at = 0.0
         self._gap_s = 0.0
-        """The longest time without an acknowledgement that ended after the master's death."""
+        """The longest time without an acknowledgement that ended after the master was killed."""
 
     def start_slave(self) -> None:
         """Starts the slave, and waits until it is in sync."""

@@ -44,7 +44,7 @@ def wait_for(
 
 
 class Application:
-    """A module of the demo in a process of its own, so that it can be killed with its children, and started again.
+    """A module of the demo in a process of its own: it can be killed with its children, and started again.
 
     `name` is for errors. `check` is called during waits; an exception that it raises ends the wait.
     """

@@ -1,4 +1,4 @@
-"""The demo's application with Spark, as a process of its own, so that it can be killed with its JVM.
+"""The demo's application with Spark, as a process of its own: it can be killed with its JVM.
 
 It aggregates all flights in a batch query. Then it runs a streaming query: per hour of departure, counts and delays go
 into another topic. After a kill it continues from the query's checkpoint.

@@ -47,8 +47,8 @@ CHUNK, CHUNKS_MIN = 2_000, 10
 MASTER_DIES_AT, CONSUMER_DIES_AT = 0.5, 0.5
 """The shares of the flights: sent when the master is killed, and counted when a consumer is killed."""
 WITHOUT_DEATH = 0.75
-"""The share of the flights after which the sender waits for the master's death. Before its last chunk it waits for a
-consumer's death. So both die before the end, however fast the machine is."""
+"""The share of the flights after which the sender waits until the master is killed. Before its last chunk it waits
+until a consumer is killed. So both are killed before the end, however fast the machine is."""
 LIMIT_S = 180.0
 POLL_S = 0.02
 BAR_WIDTH = 16

@@ -1,7 +1,7 @@
-"""One of the demo's consumers, as a process of its own, so that it can be killed.
+"""One of the demo's consumers, as a process of its own: it can be killed.
 
 The results and offsets of a batch go into one sqlite3 database in one transaction. So every flight counts once,
-whichever process dies at any time. The `flights` table's primary key would refuse a second copy.
+whichever process is killed, at any time. The `flights` table's primary key would refuse a second copy.
 
     python -m metamq.cli.demo.worker ZOOKEEPER DATABASE NAME        ends with its standard input
 """
@@ -66,6 +66,6 @@ def work(zookeeper: str, path: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("metamq").setLevel(logging.ERROR)  # the demo itself reports the master's death
+    logging.getLogger("metamq").setLevel(logging.ERROR)  # the demo itself reports that the master was killed
     follow_parent(sys.stdin.fileno())
     work(*sys.argv[1:4])

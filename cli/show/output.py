@@ -144,7 +144,7 @@ def say(text: str, **style: Any) -> None:
 
 
 def silence_stdout() -> None:
-    """Drops all further output: its reader is gone, and Python's own flush at exit must not fail."""
+    """Drops all further output, because its reader is gone, and Python's own flush at exit must not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

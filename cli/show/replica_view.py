@@ -45,7 +45,7 @@ def replica_faults(broker: BrokerReplicas) -> list[Finding]:
 
 
 def failover_faults(broker: BrokerReplicas, recent_switches: int) -> list[Finding]:
-    """Returns the reasons why no slave would take over although an operator expects that, and signs of flapping.
+    """Returns the reasons why no slave would take over although an operator expects it, and signs of flapping.
 
     `recent_switches`: automatic switches of the last RECENT_MS.
     """
@@ -137,11 +137,11 @@ def _next_master(broker: BrokerReplicas) -> str:
     running = [one.replica for one in slaves if one.address is not None]
     if is_waiting:
         losing = f"`{promote} {min([master.replica, *running])} --accept-loss`"
-        return f"No replica is in sync. Start all of them; {losing} then shows what would be lost, and asks."
+        return f"No replica is in sync. Start all of them; {losing} then shows the loss, and asks."
     if running:
-        losing = f"`{promote} {running[0]} --accept-loss` shows what would be lost, and asks"
+        losing = f"`{promote} {running[0]} --accept-loss` shows the loss, and asks"
         return f"Start replica {master.replica}: no other one is in sync. If it is lost permanently, {losing}."
-    return "Start it. Its log says why it ended."
+    return "Start it. Its log has the reason for its end."
 
 
 def in_sync_and_down(replicas: Sequence[object]) -> str:
@@ -161,7 +161,7 @@ def _of_slave(broker: BrokerReplicas, one: ReplicaDescription) -> Iterator[Findi
     elif one.problem:
         yield Finding(what, "warning", f"no link to its master: {one.problem}")
     elif not one.in_sync and not one.stage and _has_master(broker):
-        yield Finding(what, "warning", "no link to its master", "If it has not just started, its log says why.")
+        yield Finding(what, "warning", "no link to its master", "If it has not just started, its log has the reason.")
 
 
 def _has_master(broker: BrokerReplicas) -> bool:

@@ -1,4 +1,4 @@
-"""Escapes for text from other people, so that it does not control the terminal.
+"""Escapes for text from other people: it must not control the terminal.
 
 Names of sessions and clients, values of messages and errors of brokers are other people's bytes. On a terminal a
 control character in them could hide a line, rename the window, or type. So a stream that is a terminal shows control

@@ -35,7 +35,7 @@ def print_defaults(defaults: Mapping[str, Any]) -> None:
         click.echo("The cluster has no defaults of its own: new topics have metamq's.")
         return
     shown = ", ".join(f"{name} {_shown(name, value)}" for name, value in sorted(defaults.items()))
-    click.echo(f"New topics have {shown}, unless `metamq topic create` says otherwise.")
+    click.echo(f"New topics have {shown}, unless `metamq topic create` gives others.")
 
 
 def _shown(setting: str, value: Any) -> str:

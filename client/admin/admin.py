@@ -58,8 +58,8 @@ class Admin:
     security:   the files for TLS; the default is [security] in the TOML file, $METAMQ_SECURITY_..., then none.
 
     All methods raise ConnectError if ZooKeeper cannot be reached. Its `outcome` is "unknown" if a change may have been
-    made: check, then repeat. They raise ClosedError after close(), ForkedError in a fork's child, and ConfigError for a
-    wrong name. Timeouts are in seconds. Ctrl-C ends a wait at once.
+    made: check it, then repeat the call. They raise ClosedError after close(), ForkedError in a fork's child, and
+    ConfigError for a wrong name. Timeouts are in seconds. Ctrl-C ends a wait at once.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Admin:
         """Changes the given settings at run time. The others stay unchanged.
 
         `partitions` is the new total. Partitions are only added, to the live brokers or to `brokers`, and the call
-        waits for them. After that most keys go to another partition than before.
+        waits for them. After that most keys have another partition than before.
 
         Raises TopicNotFound, ConfigError, and Timeout as create_topic does.
         """
@@ -194,9 +194,9 @@ class Admin:
         """Gives a group to the clients of another principal; "*": to all clients. Stop its members first.
 
         A group belongs to the principal that made it: other clients cannot join it, or change its offsets. Only an
-        administrator can give it to a user without a certificate. Returns
-        the paths of nodes that a stranger has put into the group, which only ZooKeeper's superuser can remove. Raises
-        ConfigError if ZooKeeper does not know its clients, or if there is no such group; NotAuthorized.
+        administrator can give it to a user without a certificate. Returns the paths of another client's nodes in the
+        group, which only ZooKeeper's superuser can remove. Raises ConfigError if ZooKeeper does not know its clients,
+        or if there is no such group; NotAuthorized.
         """
         return self._call(admin_groups.set_group_owner, group, principal)
 
@@ -226,7 +226,7 @@ class Admin:
     def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:
         """Makes a slave the master of its broker id, without a restart. Returns the new epoch.
 
-        A live master hands over: nothing is lost, and it becomes a slave. The call does not wait for a dead master,
+        A live master hands over: nothing is lost, and it becomes a slave. The call does not wait for a crashed master,
         which becomes a slave when it comes back. A slave that is not in sync is refused with Fenced. With `accept_loss`
         it becomes the master without a hand-over, and the messages that it lacks are lost, see plan_promotion(). Raises
         ConfigError if there is no such slave, ConnectError, Timeout.
@@ -271,9 +271,9 @@ class Admin:
         return self._call(admin_users.all_rules)
 
     def add_rules(self, effect: str, principal: str, right: str, *resources: str) -> list[Rule]:
-        """Adds a rule for each resource, and returns these rules. They count within a second, at open connections too.
+        """Adds a rule for each resource, and returns these rules. They apply within a second, also to open connections.
 
-        effect:     "allow" or "deny". A `deny` counts more than any `allow`; without a rule nothing is allowed.
+        effect:     "allow" or "deny". A `deny` overrides any `allow`. Without a rule nothing is allowed.
         principal:  the name of a user or of a certificate; "*": all of them.
         right:      "read" or "write" of topics; "describe", "promote" or "recover" of the cluster.
         resources:  as "topic:orders", "topic:orders-*" or "cluster".
@@ -285,17 +285,17 @@ class Admin:
         return list(rules)
 
     def remove_rules(self, effect: str, principal: str, right: str, *resources: str) -> list[Rule]:
-        """Removes the rule for each resource: arguments as add_rules(). Raises ConfigError if one is not there."""
+        """Removes the rule for each resource. Arguments as for add_rules(). Raises ConfigError if there is none."""
         rules = admin_users.parsed_rules(effect, principal, right, resources)
         self._call(admin_users.remove_rules, rules)
         return list(rules)
 
     def explain_right(self, principal: str, right: str, resource: str) -> RightDecision:
-        """Decides by the present rules if the principal may do this, and says by which rule. Raises ConfigError."""
+        """Decides by the present rules if the principal has the right, and names the rule. Raises ConfigError."""
         return self._call(admin_users.explain, principal, right, resource)
 
     def tokens(self) -> list[TokenDescription]:
-        """Returns the tokens that programs have made for others, as for their tasks of Spark."""
+        """Returns the tokens that programs have made for others, for example for their tasks of Spark."""
         return self._call(admin_users.all_tokens)
 
     def end_tokens(self, principal: str) -> int:
@@ -304,21 +304,21 @@ class Admin:
         return self._call(admin_users.end_tokens, principal)
 
     def quotas(self) -> dict[str, Quota]:
-        """Returns the quota of each principal that has one, by its name; "*": of all that have none."""
+        """Returns the quota of each principal that has one, by its name; "*" is the quota of the others."""
         return self._call(admin_users.all_quotas)
 
     def set_quota(self, principal: str, *, write_bytes_s: int = 0, read_bytes_s: int = 0, requests_s: int = 0) -> Quota:
-        """Sets how much a principal may use at each broker in a second, and returns the quota. 0: no limit.
+        """Sets the limits of a principal at each broker, per second, and returns the quota. 0: no limit.
 
-        It replaces the former quota of the principal, and counts within a second, at open connections too. `principal`
-        is the name of a user or of a certificate; "*": each one without a quota of its own. Raises ConfigError.
+        It replaces the former quota of the principal, and applies within a second, also to open connections.
+        `principal` is a user or a certificate; "*": each one without a quota of its own. Raises ConfigError.
         """
         quota = Quota(write_bytes_s, read_bytes_s, requests_s)
         self._call(admin_users.set_quota, principal, quota)
         return quota
 
     def remove_quota(self, principal: str) -> None:
-        """Removes the quota of a principal; the one for "*" counts then. Raises ConfigError if it has none."""
+        """Removes the quota of a principal. The quota of "*" then applies. Raises ConfigError if it has none."""
         self._call(admin_users.remove_quota, principal)
 
     def plan_balance(self) -> list[MasterPlace]:
@@ -390,7 +390,7 @@ class Admin:
     def _call(
         self, work: Callable[Concatenate[ClusterClient, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        if self._core.closed_by is not None:  # in a fork's child the loop is dead: nothing would ever run in it
+        if self._core.closed_by is not None:  # in a fork's child the loop does not run
             raise self._core.closed_by
         return self._background.run(self._core.call(work, *args, **kwargs))
 

@@ -157,7 +157,7 @@ def _statistics(address: str, header: Any) -> BrokerStatistics:
         )
     except (KeyError, TypeError) as error:
         problem = f"the statistics of the broker at {address} have the wrong structure: {error!r}"
-        raise MetamqError(problem, hint="Does it run another metamq release? See `metamq doctor`.") from error
+        raise MetamqError(problem, hint="It may run another metamq release: see `metamq doctor`.") from error
 
 
 _COUNTERS = ("messages_in", "bytes_in", "batches_in", "bytes_out", "fetches", "repeats")

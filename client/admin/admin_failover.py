@@ -27,7 +27,7 @@ async def failover_of(cluster: ClusterClient, broker_id: int) -> Failover:
 async def set_failover(
     cluster: ClusterClient, broker_id: int, mode: str | None, paused: bool | None, preferred: int | None
 ) -> Failover:
-    """Changes what is given. See Admin.set_failover."""
+    """Changes the given settings. See Admin.set_failover."""
     await _check_known(cluster, broker_id)
     checked = None if mode is None else check_mode(mode)
     if preferred is not None and not NO_PREFERENCE <= preferred < CLASSES:

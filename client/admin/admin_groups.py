@@ -214,7 +214,7 @@ async def explain_group(cluster: ClusterClient, group: str) -> GroupExplanation:
         if stored is not None:
             stored.check_format(group)
         what = "no plan yet" if stored is None else "a plan that cannot be read"
-        raise ConfigError(f"group {group!r} has {what}", hint="The next member that joins makes one.")
+        raise ConfigError(f"group {group!r} has {what}", hint="The next member that joins makes a plan.")
     plan = stored.plan
     owners = await members.owned_partitions(session, group)
     present = await _members(session, group)
@@ -227,7 +227,7 @@ async def explain_group(cluster: ClusterClient, group: str) -> GroupExplanation:
 
 
 def _differences(plan: Plan, owners: Mapping[TopicPartition, str], present: Mapping[str, Member]) -> list[str]:
-    """Describes the differences between the group and its plan."""
+    """Describes how the group differs from its plan."""
     if not present:
         return ["", "The group has no members now; the next one to join makes a new plan."]
     lines = []

@@ -288,7 +288,7 @@ class BrokerReplicas:
 
     `failover` is "auto", "manual", "paused", or "unknown" if its node in ZooKeeper cannot be read. `successor`: the
     replica that would take over by itself if the master ended now, or None; then `no_successor` is the reason. If the
-    master does not answer, `successor_waits` is the reason why the successor waits; "" if it does not, or is silent.
+    master does not answer, `successor_waits` is the reason why the successor waits; "" if it does not wait or answer.
     """
 
     broker_id: int
@@ -400,11 +400,11 @@ class BrokerStatistics:
 
 
 class TokenDescription(NamedTuple):
-    """A token by which others do a part of what a principal may do, as tasks of Spark."""
+    """A token that gives others a part of a principal's rights, for example tasks of Spark."""
 
     principal: str
     token_id: str
     rights: tuple[tuple[str, str], ...]
-    """(right, topic); the topic "*": all on which the principal has the right."""
+    """(right, topic). The topic "*" is all topics on which the principal has the right."""
     expires_ms: int
     """Milliseconds since 1970."""

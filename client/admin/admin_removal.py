@@ -1,6 +1,6 @@
 """The removal of a broker id, or of a replica, that is gone permanently, from ZooKeeper; and the loss of the removal.
 
-A broker id is removed in three steps, each of which may be repeated: its state, so that a broker that comes back
+A broker id is removed in three steps, each of which may be repeated: its state, so a broker that comes back
 nevertheless is refused and keeps its data; its partitions in the topics; the groups' offsets in these partitions. A
 registered broker or replica is not removed, and a broker that registers meanwhile stops the first step.
 """

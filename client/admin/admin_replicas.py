@@ -208,7 +208,7 @@ async def _has(cluster: ClusterClient, state: BrokerState, replica: BrokerAddres
         ends = {(entry["topic"], entry["partition"]): entry["end_offset"] for entry in answer["partitions"]}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"the statistics of the broker at {replica.address} have the wrong structure: {error!r}"
-        raise MetamqError(problem, hint="Does it run another metamq release? See `metamq doctor`.") from error
+        raise MetamqError(problem, hint="It may run another metamq release: see `metamq doctor`.") from error
     return Has(replica.replica, epoch, ends, _in_sync(state, replica.replica, replica))
 
 
@@ -257,7 +257,7 @@ async def _connected(cluster: ClusterClient, replica: BrokerAddress) -> BrokerCo
     try:
         return await cluster.connections.get(replica)
     except ConnectError as error:
-        error.hint = f"Nothing was done. Does replica {replica.replica} run, or hang? See `metamq ha status`."
+        error.hint = f"Nothing was done. Check if replica {replica.replica} runs or hangs: `metamq ha status`."
         raise
 
 

@@ -86,7 +86,7 @@ async def until_connected(session: Session) -> None:
         raise ConnectError(
             f"ZooKeeper at {session.servers}",
             f"it has not answered for {RECONNECT_TIMEOUT_S:g} s",
-            hint="Is it running? `metamq doctor` looks at every part.",
+            hint="Check that it runs: `metamq doctor`.",
         ) from None
 
 
@@ -121,7 +121,7 @@ async def alter_topic(
 ) -> TopicConfig:
     """Changes settings, adds partitions, and waits until brokers serve the new ones. See Admin.alter."""
     if partitions is None and brokers is not None:
-        raise ConfigError("`brokers` says where new partitions go", hint="Give `partitions` too, the new total.")
+        raise ConfigError("`brokers` is only for new partitions", hint="Give `partitions` too, the new total.")
     if partitions is not None:
         _check_count(topic, partitions)
     _check_settings(settings, "alter()")
@@ -222,7 +222,7 @@ async def _choose_brokers(cluster: ClusterClient, wanted: Collection[int] | None
         raise wrong_type("`brokers`", "a list of broker ids", wanted)
     missing = sorted(set(wanted) - set(live))
     if missing:
-        known = f"Live are: {', '.join(map(str, live))}." if live else await _how_to_get_one(cluster)
+        known = f"Live brokers: {', '.join(map(str, live))}." if live else await _how_to_get_one(cluster)
         raise ConfigError(f"broker {', '.join(map(str, missing))} is not registered in ZooKeeper", hint=known)
     return sorted(set(wanted))
 

@@ -71,7 +71,7 @@ async def _find(cluster: ClusterClient, xid: Xid, broker_id: int) -> BranchDescr
         if branch.xid == xid.check():
             return branch
     reason = f"broker {broker_id} does not know it: it never existed, or is finished"
-    raise BranchNotKnown(xid, XACode.NOTA, reason, hint="`metamq tx list` shows what is open.")
+    raise BranchNotKnown(xid, XACode.NOTA, reason, hint="`metamq tx list` shows the open branches.")
 
 
 async def _ask(cluster: ClusterClient, description: BranchDescription, verb: Verb) -> None:

@@ -1,10 +1,10 @@
 """The loss of a promotion, decided from the logs of the replicas. Pure: no I/O.
 
-The ends of two logs show what one lacks only if both replicas have followed the same last epoch. A replica that stopped
-earlier may have a longer log, with messages that were never acknowledged, and still lack messages that a later master
-acknowledged. And two slaves cannot know the acknowledgements that needed neither of them. So the plan has a number only
-if the replica knows the last epoch, and if a replica with all acknowledged messages answers: the master of that epoch,
-or a replica in sync.
+The ends of two logs show the missing messages only if both replicas have followed the same last epoch. A replica that
+stopped earlier may have a longer log, with messages that were never acknowledged, and still lack messages that a later
+master acknowledged. And two slaves cannot know the acknowledgements that needed neither of them. So the plan has a
+number only if the replica knows the last epoch, and if a replica with all acknowledged messages answers: the master of
+that epoch, or a replica in sync.
 
 If the state node in ZooKeeper was restored from an older copy, two replicas may have been masters at once, each with
 acknowledged messages. No number shows which of them to keep.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from metamq.zk.cluster.epochs import Known, master_of_epoch
 
 TWO_MASTERS = (
-    "two replicas were masters at once, after ZooKeeper was taken back, and each may have what the other lacks"
+    "two replicas were masters at once, after ZooKeeper was taken back, and each may have messages that the other lacks"
 )
 NO_ANSWER = "no other replica answers"
 

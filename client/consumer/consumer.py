@@ -55,7 +55,7 @@ class Consumer(ConsumerApi[T]):
                  of its listener.
     filter:      messages for which `filter(message)` is false are skipped in iteration and in run().
     auto_commit: True commits what is done every `commit_interval_ms`. With False, you call commit().
-    idle_timeout_s: iteration ends after so many seconds without a message, once ZooKeeper and the brokers confirm that
+    idle_timeout_s: seconds without a message after which iteration ends, once ZooKeeper and the brokers confirm that
                  no message is left to read. The time for joining and the time of outages do not count. After 30 s of an
                  outage the loop raises ConnectError or Timeout. None waits without limit.
     on_assigned, on_revoked: called with a list of TopicPartitions, in a thread of their own. A revoked partition is
@@ -171,8 +171,8 @@ class Consumer(ConsumerApi[T]):
     def batches(self, max_messages: int | None = None) -> Iterator[MessageBatch[T]]:
         """Iterates over batches as they are stored, without an object per message. Ends as iteration does.
 
-        `max_messages` joins fetched batches of a partition, up to so many messages: the result is fewer and larger
-        batches if the producers' batches are small. It does not wait for more messages, and splits no stored batch.
+        `max_messages` joins fetched batches of a partition, up to this number of messages: fewer and larger
+        batches, if the producers' batches are small. It does not wait for more messages, and splits no stored batch.
         """
         self._check_batches(max_messages)
         with self._one_loop.begun(threading.current_thread) as check_loop:
@@ -211,8 +211,8 @@ class Consumer(ConsumerApi[T]):
         the consumer, seek back to the transaction's first message, or process the same message or batch again. If the
         transaction was stored, a commit of its messages raises OwnershipLost.
 
-        Raises OwnershipLost if a partition has another owner now, or these messages are counted already: roll back, and
-        continue with the next messages. Raises OffsetOutOfRange for a given offset beyond the end; then nothing is
+        Raises OwnershipLost if a partition has another owner now, or these messages are committed already: roll back,
+        and continue with the next messages. Raises OffsetOutOfRange for a given offset beyond the end; then nothing is
         committed. After any other error the commit can be repeated.
         """
         self._core.check_usable()

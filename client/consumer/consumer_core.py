@@ -1,4 +1,4 @@
-"""The implementation of the consumer: owns partitions, fetches, tracks what is done, commits. Runs in one loop.
+"""The implementation of the consumer: owns partitions, fetches, tracks done messages, commits. Runs in one loop.
 
 Handlers take batches from its inbox, in any thread; metamq.client.fetch.inbox describes the interface between them.
 """
@@ -422,7 +422,7 @@ class ConsumerCore:
         return not self._needs_lease or self._lease.valid()
 
     async def _watch_lease(self) -> None:
-        """Pauses while the lease is over: takes back what is not delivered, and fetches it again afterwards."""
+        """Pauses while the lease is over: takes back undelivered messages, and fetches them again afterwards."""
         while True:
             await asyncio.sleep(LEASE_CHECK_S)
             valid = self._may_deliver()
@@ -470,7 +470,7 @@ class ConsumerCore:
             self.inbox.error = next(iter(self._stuck.values()), None)
         state.sought_offset, state.assumed_offset = offset, None
         state.seeks += 1
-        # Up to this offset the consumer has read what the log has. With the epoch it notices a further accepted loss.
+        # Up to this offset consumer and log agree. With the epoch it notices a further accepted loss.
         epoch = stuck.epoch if isinstance(stuck, OffsetDiverged) and offset == stuck.agreed else -1
         self.inbox.rewind(state, offset, epoch)
         self._fetch_from(state, offset)

@@ -163,12 +163,12 @@ class LoopEnd:
         error = ConnectError(
             f"ZooKeeper at {self.servers}",
             f"it has not answered for {max(over_s, 0.0):.0f} s, so there may be more to read",
-            hint="Is it running? Messages that are not committed are delivered again.",
+            hint="Check that it runs. Messages that are not committed are delivered again.",
         )
         return Obstacle(error, time.monotonic() - over_s, outages.PATIENCE_S)
 
     def _not_placed(self) -> Obstacle | None:
-        if self.delayed_s():  # above its quota: the brokers live
+        if self.delayed_s():  # above its quota: the brokers are alive
             self._placed_at = time.monotonic()
         waiting = [state for state in list(self._placing) if not state.starting]
         if not self._placing:
@@ -255,13 +255,13 @@ class LoopEnd:
                 reason = error.reason if isinstance(error, ConnectError) else error.problem
                 away = ConnectError(
                     self.outages.name_of(broker_id),
-                    f"it did not say if {count(len(topic_ids), 'partition')} had more to read: {reason}",
-                    hint="Is the broker running? The processed messages are committed: start again when it is back.",
+                    f"it did not report if {count(len(topic_ids), 'partition')} had more to read: {reason}",
+                    hint="Start again when the broker is back. The processed messages are committed.",
                 )
                 return Obstacle(away, requested_at, outages.PATIENCE_S)
             for tp, end in ends.items():
                 if positions[tp] < end:
                     what = f"reading {tp} from {positions[tp]} to its end at {end}"
-                    late = Timeout(what, outages.PATIENCE_S, hint="`metamq doctor` looks at every part.")
+                    late = Timeout(what, outages.PATIENCE_S, hint="`metamq doctor` checks every part.")
                     return Obstacle(late, requested_at, outages.PATIENCE_S)
         return None

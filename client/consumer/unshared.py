@@ -128,7 +128,7 @@ class UnsharedAssignment:
         return None
 
     async def commit(self, requests: Sequence[CommitRequest]) -> dict[TopicPartition, MetamqError]:
-        """Commits to the consumer's own storage. Returns what was refused."""
+        """Commits to the consumer's own storage. Returns the refused commits."""
         if self._storage is None:
             return {}
         outcomes = await self._storage.commit(requests)

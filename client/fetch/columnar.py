@@ -1,6 +1,6 @@
 """Stores messages that come as columns: whole batches for chosen partitions, or for any, without work per message.
 
-The caller has done what `send` of a Producer does for single messages: it has formed batches and chosen partitions, as
+The caller has done the work of a Producer's `send` for single messages: it has formed batches and chosen partitions, as
 metamq.spark_consumers.sink does. After that the batches take the normal way, see metamq.client.producer.sender: each is
 stored once, in order, whatever is repeated. `send` and the methods of Shipment are for any thread except the loop's;
 the rest is for the loop.

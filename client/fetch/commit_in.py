@@ -14,8 +14,8 @@ new transaction is refused.
                     target is before what is certainly counted, the application wants to count again, and the row may
                     hold any offset
 
-A caller that is refused rolls back and continues with the next messages. If only a part of the messages is counted, the
-next messages are the rest of them.
+A refused caller rolls back and continues with the next messages. If only a part of the messages is counted, the next
+messages are the others.
 
 Another task, or thread, may seek during the wait for the database. The results are of messages from before that seek,
 so the commit counts as the earlier of the two: it applies the state at the time of its call, and keeps the target of

@@ -30,7 +30,7 @@ class OffsetCommits:
     errors: dict[TopicPartition, str]
 
     async def commit_often(self, interval_ms: int) -> None:
-        """Commits what is done, periodically, until the task is cancelled."""
+        """Commits done messages, periodically, until the task is cancelled."""
         while True:
             await asyncio.sleep(interval_ms / 1000)
             try:

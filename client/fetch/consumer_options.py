@@ -28,7 +28,7 @@ class ConsumerOptions:
     """A consumer's settings. The constructor validates them."""
 
     commit_interval_ms: int = 1000
-    """Milliseconds between two commits of what is done."""
+    """Milliseconds between two commits of done messages."""
     fetch_wait_ms: int = 5000
     """The most milliseconds that a broker waits for messages in a long poll. New messages end the wait at once."""
     fetch_min_bytes: int = 1

@@ -1,4 +1,4 @@
-"""Reports of damaged data: a reader notifies the replica that sent it, so that the replica verifies its log."""
+"""Reports of damaged data: a reader notifies the replica that sent it, and the replica verifies its log."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class FetchRequest:
         return CorruptData(
             f"{self.tp} at offset {self.offset}",
             damage.reason,
-            hint=f"`metamq ha status` says what repairs the log of broker {self.source.broker_id}. Without "
+            hint=f"`metamq ha status` shows the repair of the log of broker {self.source.broker_id}. Without "
             "another replica, seek to a later offset to continue.",
         )
 

@@ -4,7 +4,7 @@ The broker remembers the open and armed partitions (metamq.broker.front_door.fet
 changes. During a long poll, requests that become due are sent in a further GET, which the broker takes as an amendment:
 it answers the waiting GET without data and continues with both.
 
-A GET carries at most ENTRIES_TARGET changes of a kind, so that it fits into a frame. Further changes follow in GETs of
+A GET carries at most ENTRIES_TARGET changes of a kind, to fit into a frame. Further changes follow in GETs of
 their own, each of which amends the one before.
 
 If the replica has another address now, for example after a change of the master, the runner closes the connection and

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def joinable(batches: Iterable[MessageBatch[T]], max_messages: int) -> list[MessageBatch[T]]:
-    """Returns the first batch and the following ones that can be joined to it, up to so many messages."""
+    """Returns the first batch and the following ones that can be joined to it, up to this number of messages."""
     found: list[MessageBatch[T]] = []
     messages = 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The partitions that a group member holds, and the steps from there to what the plan gives it.
+"""The partitions that a group member holds, and the steps from there to the partitions in its plan.
 
 Each partition that the member owns in ZooKeeper has a holding, with its phase (`rebalance_decisions`) and its claim
 after the member's last write. When the session is lost, the holding is forgotten at once. Work that runs for it notices

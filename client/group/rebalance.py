@@ -1,8 +1,8 @@
 """A group member at work: it joins, agrees on a plan with the other members, and follows the plan.
 
 One task does all checks and decisions. Watches, state changes and finished work only request another check. One check
-serves all requests that came before it. A round agrees on the plan (`group_plan`), then takes the steps from what this
-member holds to what the plan gives it (`holdings`):
+serves all requests that came before it. A round agrees on the plan (`group_plan`), then takes the steps from this
+member's partitions to those that the plan gives it (`holdings`):
 
     revoke    the handler finishes its in-flight messages; in the background, so one slow message delays nothing else
     release   commit the last offsets, delete the owner nodes
@@ -150,7 +150,7 @@ class ZKLoadRebalanceListener:
         self._look.set()
         await self._task
         self._task = None
-        # First of all, so that the others plan while this member drains: they wait for each partition in any case.
+        # First of all: the others can then plan while this member drains. They wait for each partition in any case.
         leaving = asyncio.create_task(self._within(timeout_s, self._leave))
         await self._holdings.drain()
         await leaving
@@ -195,7 +195,7 @@ class ZKLoadRebalanceListener:
         return await self._holdings.commit(requests)
 
     def unsettled(self) -> Obstacle | None:
-        """See `Assignment.unsettled`. Waits for partitions of a possibly dead member until its session ends."""
+        """See `Assignment.unsettled`. Waits for partitions of a possibly crashed member until its session ends."""
         now, since = time.monotonic(), self._unsettled_since
         is_joined = self._joined_in == self._session.generation and not self._look.is_set()
         if self._is_failed or (since is None and is_joined):
@@ -211,7 +211,7 @@ class ZKLoadRebalanceListener:
                 patience_s = inf
         if self._last_error:
             what += f" ({self._last_error})"
-        hint = f"`metamq group describe {self._group}` shows its members, and who owns what."
+        hint = f"`metamq group describe {self._group}` shows its members, and the owner of each partition."
         return Obstacle(Timeout(what, patience_s, hint=hint), max(since or now, self._holdings.moved_at), patience_s)
 
     async def confirm(self) -> Obstacle | None:
@@ -406,7 +406,7 @@ class ZKLoadRebalanceListener:
             self._group_plan.forget()
             self._look.set()
         except MetamqError as error:
-            log.debug("group %s: no beat of %s: %s", self._group, self._id, error)
+            log.debug("group %s: the node of %s is not updated: %s", self._group, self._id, error)
 
 
 def _now_ms() -> int:
@@ -414,6 +414,6 @@ def _now_ms() -> int:
 
 
 def _pause_s(failures: int) -> float:
-    """Returns the seconds to wait after so many consecutive failures: doubled, limited, and random."""
+    """Returns the seconds to wait after this number of consecutive failures: doubled, limited, and random."""
     ceiling_ms = min(RETRY_MS_MIN << min(failures, 10), RETRY_MS_MAX)
     return random.uniform(0.5, 1.0) * ceiling_ms / 1000

@@ -147,7 +147,7 @@ def plan_inputs(
     topics: Iterable[TopicConfig | None],
     kept: Mapping[str, TopicInput] | None = None,
 ) -> PlanInputs:
-    """Returns the inputs of a plan. Members that request another strategy are left out; they notice that by themselves.
+    """Returns the inputs of a plan, without members that request another strategy; they notice that by themselves.
 
     `kept`: topics whose configuration cannot be read, as the previous plan has them.
     """

@@ -81,7 +81,7 @@ class ClusterClient:
             session.prover = self._zookeeper_proof
 
     async def _zookeeper_proof(self) -> str:
-        """Returns what a broker gives this client, as a proof for ZooKeeper of who it is.
+        """Returns this client's proof of identity for ZooKeeper, which a broker makes.
 
         Raises ConnectError, and NotAuthorized for a token of a delegation, which owns nothing.
         """
@@ -89,7 +89,7 @@ class ClusterClient:
         if brokers is not None and brokers.delegated is not None:
             hint = "Such a token is for reading and sending. Log in as a user, or with a certificate."
             raise NotAuthorized(f"token {brokers.delegated.token_id}", "write", "groups and sinks", hint=hint)
-        failure: MetamqError = ConnectError("a broker", "none runs, and only brokers say to ZooKeeper who a user is")
+        failure: MetamqError = ConnectError("a broker", "none runs, and only brokers identify users to ZooKeeper")
         for broker_id in list(await self.refresh_brokers()):
             try:
                 return (await self.connection(broker_id)).zookeeper_proof
@@ -143,10 +143,10 @@ class ClusterClient:
             await asyncio.sleep(BUSY_PAUSE_S)
 
     async def _ask_any(self, topic: str, request: TopicChange) -> bool:
-        """Sends the request to one broker after the other, until one may have done it."""
+        """Sends the request to one broker after another, until one may have done it."""
         failure: MetamqError = ConnectError("a broker", f"none runs, and only brokers may change topic {topic!r}")
         broker_ids = list(await self.refresh_brokers())
-        for broker_id in random.sample(broker_ids, len(broker_ids)):  # so one that hangs is not always the first
+        for broker_id in random.sample(broker_ids, len(broker_ids)):  # so a broker that hangs is not always the first
             try:
                 connection = await self.connection(broker_id)
                 header = await connection.request(Command.TOPIC, request, timeout_s=TOPIC_TIMEOUT_S)
@@ -262,7 +262,7 @@ class ClusterClient:
                 raise ConnectError(f"slave {replica} of broker {broker_id}", "it is not registered in ZooKeeper")
             return await self.connections.get(address, purpose="reading from a slave")
         if address is None:
-            raise ConnectError(f"broker {broker_id}", "it is not registered in ZooKeeper", hint="Is it running?")
+            raise ConnectError(f"broker {broker_id}", "it is not registered in ZooKeeper", hint="Check that it runs.")
         self._addresses[broker_id] = address
         return await self.connections.get(address)
 

@@ -1,7 +1,7 @@
-"""Delays: a broker holds the requests of a connection back, since the client is above its quota.
+"""Delays: a broker holds back the requests of a connection while the client is above its quota.
 
-The broker informs the client at least once in DELAY_MS_MAX while this lasts. So the client knows that the broker lives,
-and begins to measure the time-outs of its requests when the delay ends.
+Meanwhile it informs the client at least once in DELAY_MS_MAX. So the client knows that the broker is alive, and begins
+to measure the time-outs of its requests when the delay ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Delays:
 
     def __init__(self, address: str) -> None:
         self.ends_at_s = 0.0
-        """The end of the last delay, as time.monotonic(); it may be past."""
+        """The end of the last delay, as time.monotonic(). It may be in the past."""
         self.reason = ""
         """The reason of the last delay, for errors."""
         self._address = address

@@ -1,7 +1,7 @@
 """A token of this client for others: it is made, renewed and ended at all brokers (metamq.security.delegation).
 
-Each broker is asked, although they share the list of tokens in ZooKeeper: a broker that has answered knows the token,
-so its holder can log in there at once. A broker that does not answer reads the list when it reaches ZooKeeper again.
+The client asks each broker, although they share a list of tokens in ZooKeeper: a broker that has answered knows the
+token, so its holder can log in there at once. Any other broker reads the list when it reaches ZooKeeper again.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class DelegatedToken:
         seed: bytes | None = None,
     ) -> DelegatedToken:
         """Returns a token, which renew() makes at brokers. `config` is the security of this client. The same `seed`
-        gives the same token; None: a new one. Raises ConfigError."""
+        gives the same token; None gives a new one. Raises ConfigError."""
         return cls(cluster, make_token(config, seed), rights, lifetime_s)
 
     async def renew(self) -> None:
-        """Makes the token, or renews it, at all brokers that answer. One with half of its lifetime is left as it is.
+        """Makes or renews the token at all brokers that answer. A token with half of its lifetime left does not change.
 
-        Raises ConnectError if none does, NotAuthorized if this client has not the rights, ConfigError.
+        Raises ConnectError if no broker answers, NotAuthorized if this client lacks the rights, ConfigError.
         """
         masters = list((await self._cluster.refresh_brokers()).values())
         others = [slave for slaves in self._cluster.slaves.values() for slave in slaves.values()]
         failure: MetamqError = ConnectError("a broker", "none runs, and only brokers make tokens")
-        while masters:  # one makes the token, and the others find it
+        while masters:  # one broker makes the token, and the others find it
             try:
                 await self._ask(masters.pop(0), self._lifetime_s)
                 break
@@ -88,7 +88,7 @@ class DelegatedToken:
                     await asyncio.sleep(RETRY_S)
 
     async def end(self) -> None:
-        """Ends the token at all brokers that answer. Without any it ends with its lifetime."""
+        """Ends the token at all brokers that answer. If none does, the token expires."""
         masters = list((await self._cluster.refresh_brokers()).values())
         await self._ask_all(masters, 0)
 

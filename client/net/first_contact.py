@@ -77,7 +77,7 @@ async def open_session(
     patient: bool = True,
     make_chroot: bool = False,
 ) -> Session:
-    """Opens a session like Session.open. If a broker listens at the address, the error says so."""
+    """Opens a session like Session.open. If a broker listens at the address, the error reports it."""
     security = client_security(access.security)
     try:
         return await Session.open(

@@ -105,12 +105,12 @@ class Outages:
                 broker,
                 f"its master could not be reached for {PATIENCE_S:g} s, and slaves may lack the end of {tp}: "
                 f"{error.problem}",
-                hint="`metamq ha status` shows if a slave can be promoted. The processed messages are committed.",
+                hint="See in `metamq ha status` if a slave can be promoted. The processed messages are committed.",
             )
         return ConnectError(
             broker,
             f"{tp} could not be fetched for {PATIENCE_S:g} s: {error.problem}",
-            hint="Is the broker running? The processed messages are committed: start again when it is back.",
+            hint="Start again when the broker is back. The processed messages are committed.",
         )
 
 

@@ -52,5 +52,5 @@ async def ask_statistics(connection: BrokerConnection) -> dict[str, Any]:
             start = unpack(Stats, following) if following is not None else None
         except (KeyError, TypeError, AttributeError) as error:
             problem = f"the statistics of the broker at {connection.address} have the wrong structure: {error!r}"
-            raise MetamqError(problem, hint="Does it run another metamq release? See `metamq doctor`.") from error
+            raise MetamqError(problem, hint="It may run another metamq release: see `metamq doctor`.") from error
     return found

@@ -55,7 +55,7 @@ class Peers:
         self._since = time.monotonic()
 
     async def unproven(self, plan: Plan, present: Mapping[str, Member]) -> Member | str | None:
-        """Returns a member that has partitions and may be dead, or the name of a member that left; None if all are
+        """Returns a member that has partitions and may have crashed, or the name of a member that left; None if all are
         alive.
 
         Raises ConnectionLost.

@@ -40,15 +40,15 @@ NEXT_HOST_S = 1.0
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
 LOGIN_PAUSE_S = 10.0
-"""The pause after a failed login: brokers refuse a user with many of them, also with the right password."""
+"""The pause after a failed login. After many of them, brokers refuse a user even with the right password."""
 KEPT_BYTES = 8 * 1024 * 1024
 """Bytes of buffers for large answers that a connection keeps for reuse."""
 
-IS_IT_RUNNING = "Is the broker running? `metamq doctor` looks at every part."
+IS_IT_RUNNING = "Check that the broker runs: `metamq doctor`."
 
 WAKE_BYTES = 256 * 1024
-"""Within a large answer the kernel wakes the reader once per so many bytes, instead of once per 100 KB or so. One
-wake-up costs as much as copying some ten thousand bytes."""
+"""Within a large answer the kernel wakes the reader once per this number of bytes, instead of once per 100 KB or so.
+One wake-up costs as much as copying some ten thousand bytes."""
 _CLOSED = "the broker closed the connection"
 
 
@@ -78,7 +78,7 @@ def hosts_with_timeouts(host: str, timeout_s: float) -> list[tuple[str, float]]:
 
 
 def none_answered(address: str, errors: dict[str, ConnectError]) -> ConnectError:
-    """Returns the error for an address of which no host answered. `errors` has the error of each host.
+    """Returns the error for an address at which no host answered. `errors` has the error of each host.
 
     Its cause is a ConnectionRefusedError if each host refused: then no process listens at any of them.
     """
@@ -107,7 +107,7 @@ def keep_alive(sock: Any) -> None:
 
 
 def client_name() -> str:
-    """Returns the name that this process gives itself when it greets a broker."""
+    """Returns the name of this process in its greeting to a broker."""
     return f"metamq {metamq.__version__} python {platform.python_version()} {socket.gethostname()}:{os.getpid()}"
 
 
@@ -197,7 +197,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
 
     @property
     def zookeeper_proof(self) -> str:
-        """The proof for ZooKeeper of who this client is; empty: the broker gives nothing."""
+        """This client's proof of identity for ZooKeeper; empty if the broker gives none."""
         return self._connection.zookeeper_proof
 
     @property
@@ -432,7 +432,7 @@ class Connections:
 
     @property
     def delayed_s(self) -> float:
-        """Seconds until all brokers go on with requests; 0 if none delays them. Thread-safe."""
+        """Seconds until no broker delays requests any more; 0 if none does now. Thread-safe."""
         return max((connection.delays.left_s for connection in list(self._open.values())), default=0.0)
 
     async def close(self) -> None:

@@ -179,7 +179,7 @@ class _DbApi(Database):
 
     @abstractmethod
     async def _result(self, returned: Any) -> Any:
-        """Returns the result of a call, from what the call returned."""
+        """Returns the result of a call, from its return value."""
 
     async def rows(self, sql: str, values: Sequence[object] = ()) -> list[Sequence[Any]]:
         cursor = await self._executed(sql, values)

@@ -36,7 +36,7 @@ CommitOutcome = Ownership | MetamqError
 """The claim after the commit, or the error if the commit was refused."""
 
 ClaimOutcome = CommittedOffset | MetamqError | None
-"""The committed offset, None if there is none, or the error if the storage does not accept the claim."""
+"""The committed offset, or None; or the error if the storage does not accept the claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class OffsetStorage(Protocol):
     """Stores committed offsets. Coroutines run in the consumer's loop and must not block it."""
 
     in_claim_node: bool
-    """True if the offsets are in the claim's node in ZooKeeper, so that a release commits, too."""
+    """True if the offsets are in the claim's node in ZooKeeper: then a release commits, too."""
 
     async def check(self) -> None:
         """Raises MetamqError, with the next step, if the storage cannot be used. Called before all other methods."""

@@ -217,7 +217,7 @@ class DatabaseOffsets:
             reason = str(error).partition("\n")[0]
             refused = MetamqError(
                 f"the offset table {self._table} could not be used: {type(error).__name__}: {reason}",
-                hint="Is the database up? `asyncio.run(DatabaseOffsets(connect).create_table())` creates the table.",
+                hint="Check the database. `asyncio.run(DatabaseOffsets(connect).create_table())` creates the table.",
                 outcome="unknown",
             )
             refused.retriable = True

@@ -300,7 +300,7 @@ class Accumulator:
             self._seal(buffer, number)
 
     def _wait_for_capacity(self, waiting_since: float | None) -> float:
-        """Waits for capacity, and releases the lock meanwhile. Returns when the caller's wait began (time.monotonic).
+        """Waits for capacity, and releases the lock meanwhile. Returns the start of the caller's wait (time.monotonic).
 
         Raises `closed_by`, or BufferFull after `_wait_s` seconds; at once in the loop's thread, which frees capacity.
         """
@@ -494,7 +494,7 @@ class Accumulator:
             return [buffer.topic for buffer in self.buffers.values() if buffer.config is None]
 
     def first_open_ns(self) -> int | None:
-        """Returns when the oldest open batch began (monotonic_ns), or None."""
+        """Returns the start of the oldest open batch (monotonic_ns), or None."""
         with self.lock:
             begun = [
                 batch.created_ns

@@ -368,7 +368,7 @@ class Delivery(_Waitable[Receipt]):
         self._move(other._batch, other._index)
 
     def result(self, timeout: float | None = None) -> Receipt:
-        """Waits until the message is stored, and returns where. Ctrl-C ends the wait. Thread-safe.
+        """Waits until the message is stored, and returns its place. Ctrl-C ends the wait. Thread-safe.
 
         Raises Timeout after `timeout` seconds (the delivery continues), else the error of the delivery:
         DeliveryTimeout, TopicNotFound, MessageTooLarge, ClosedError, ...

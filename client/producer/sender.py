@@ -87,7 +87,7 @@ _VERDICTS: tuple[tuple[type[MetamqError], RefusalVerdict], ...] = (
 
 
 def verdict_on(error: MetamqError) -> RefusalVerdict:
-    """Returns what to do with a batch that a broker answered with `error`."""
+    """Returns the next step for a batch that a broker answered with `error`."""
     for kind, verdict in _VERDICTS:
         if isinstance(error, kind):
             return verdict

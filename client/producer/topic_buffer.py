@@ -69,7 +69,7 @@ class TopicBuffer:
         number = partitioner(self.topic, key, len(self.places))
         if not isinstance(number, int) or not 0 <= number < len(self.places):
             raise ConfigError(
-                f"the partitioner gave {number!r} for a topic of {count(len(self.places), 'partition')}",
+                f"the partitioner returned {number!r} for a topic of {count(len(self.places), 'partition')}",
                 hint="It must return an index among them: 0, 1, and so on.",
             )
         return number

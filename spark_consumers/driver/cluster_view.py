@@ -1,7 +1,7 @@
 """The driver's view of the cluster: topics, offsets and replicas. Blocking, over the process's background loop.
 
 A streaming query keeps one view while it runs. If a broker cannot be reached, the answers for its partitions are
-errors. Without ZooKeeper the view uses what it knew last. A query survives both.
+errors. Without ZooKeeper the view uses its last answers. A query survives both.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ClusterView:
         self._loop = background()
         self._cluster = self._run(self._open(access))
         self._topics: list[str] = []
-        """The topics of the last list, for when ZooKeeper is away."""
+        """The last list of topics, used while ZooKeeper is unreachable."""
         self._token: DelegatedToken | None = None
         """The token that is renewed until close()."""
         self._keeping: asyncio.Task[None] | None = None
@@ -82,10 +82,10 @@ class ClusterView:
     def delegated(
         self, access: ClusterAccess, topics: Collection[str], lifetime_s: float, *, keep: bool
     ) -> ClusterAccess:
-        """Returns the access of tasks that read these topics: by a token.
+        """Returns the security settings of tasks that read these topics, with a token.
 
-        `keep`: the token is this view's own, renewed until close(), which ends it. Otherwise it is that of all queries
-        of this user's drivers with the same rights, and ends by itself. Raises ConnectError, NotAuthorized,
+        With `keep`, this view has its own token, renews it, and ends it in close(). Otherwise all queries of this
+        user's drivers with the same rights share a token, which expires. Raises ConnectError, NotAuthorized,
         ConfigError.
         """
         return self._run(self._delegated(access, topics, lifetime_s, keep))
@@ -191,7 +191,7 @@ class ClusterView:
         return found
 
     def check_group(self, group: str) -> None:
-        """Raises ConfigError if the group has consumers: their offsets are their own."""
+        """Raises ConfigError if the group has consumers, which set its offsets themselves."""
         self._run(check_empty(self._cluster.session, group, "a query cannot publish its progress there"))
 
     def publish_soon(self, group: str, places: Places) -> concurrent.futures.Future[None]:

@@ -1,7 +1,7 @@
 """Plans a query: asks for the offsets where it begins and ends, and makes the tasks of its ranges.
 
 The masters answer. If a broker has no master for a moment, and no slave is promoted, a batch query that reads from
-slaves uses a slave's answer: its tasks read what the slave shows. Later messages that the master has acknowledged may
+slaves uses a slave's answer: its tasks read the slave's messages. Later messages that the master has acknowledged may
 be missing, so the driver warns. If the slave does not have a requested offset or time, the driver waits for the master.
 """
 
@@ -29,7 +29,7 @@ log = logging.getLogger("metamq.spark")
 
 ASK_AGAIN_S = 0.2
 SLAVES_AFTER_S = 3.0
-"""Seconds after which slaves are asked: by then a restarted master is registered again."""
+"""Seconds after which slaves are asked. A restarted master is registered again by then."""
 
 SlaveCheck = Callable[[TopicPartition, OffsetsResult], bool]
 """Returns True if a slave's answer for a partition is enough."""
@@ -56,7 +56,7 @@ def find_starts(
     view: ClusterView, options: SourceOptions, partitions: Topics, *, with_slaves: bool = False
 ) -> dict[TopicPartition, tuple[int, int]]:
     """Returns the query's start by its options, and the epoch of the message before (-1: unknown)."""
-    if not partitions:  # an error with the other subscriptions
+    if not partitions:  # the other kinds of subscription raise an error
         log.warning("no topic matches option 'subscribePattern', %r, at present", options.subscription.pattern)
     wanted = options.starting.questions(partitions)
     slave_check = slave_check_for(options.starting, wanted, is_end=False) if with_slaves else None
@@ -116,9 +116,9 @@ def ask_until_settled(
     read_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
     slave_check: SlaveCheck | None = None,
 ) -> dict[TopicPartition, Found]:
-    """Asks again while there are errors that may pass. Raises an error that does not pass in time.
+    """Retries while errors are transient. Raises an error that lasts too long.
 
-    If a broker does not know a topic that ZooKeeper has, that may pass, too: the topic or the broker is new.
+    It is also transient if a broker does not know a topic that ZooKeeper has: the topic or the broker is new.
     """
     deadline = time.monotonic() + timeout_s
     slaves_from = time.monotonic() + min(SLAVES_AFTER_S, timeout_s / 2)
@@ -132,13 +132,11 @@ def ask_until_settled(
             elif time.monotonic() > deadline:
                 raise found
             else:
-                log.info("the start and end of %s are asked for again: %s", tp, found)
+                log.info("requesting the start and end of %s again: %s", tp, found)
         if left and slave_check is not None and time.monotonic() > slaves_from:
             for tp, answer in view.offsets_of_slaves(left).items():
                 if slave_check(tp, answer):
-                    log.warning(
-                        "%s is read only as far as a slave has it: its broker has no master, which may have more", tp
-                    )
+                    log.warning("%s is read up to a slave's end: its broker has no master, which may have more", tp)
                     settled[tp] = answer
                     del left[tp]
         if left:

@@ -49,7 +49,7 @@ def lost_partitions(before: Places, present: Mapping[TopicPartition, str]) -> li
             topics = {one.topic for one in present}
             gone = PartitionNotFound(*tp) if tp.topic in topics else TopicNotFound(tp.topic)
             what = str(tp) if tp.topic in topics else f"topic {tp.topic!r}"
-            gone.problem = f"{what}, which the query has read, is not among its partitions any more"
+            gone.problem = f"{what}, which the query has read, is no longer among its partitions"
             gone.hint = "It was deleted, or the query subscribes to less than before."
             losses.append(gone)
         elif present[tp] != place.topic_id:
@@ -72,7 +72,7 @@ def begin(
     """Returns the places where the next batch begins: where the last one ended.
 
     A new partition is read from its start, once that is known. If messages are lost, the batch begins at the next
-    message that exists: at the log's start, or where the log diverges from what was read.
+    message that exists: at the log's start, or where the log diverges from the messages that were read.
     """
     begun = {}
     for tp, topic_id in present.items():
@@ -92,7 +92,7 @@ def begin(
 def reachable(
     target: Places, before: Places, answers: Mapping[TopicPartition, Found]
 ) -> dict[TopicPartition, StreamPlace]:
-    """Returns the target without its unreachable part: if a log diverges from what was read, it ends there.
+    """Returns the target without its unreachable part: if a log diverges from the read messages, it ends there.
 
     A target that was fixed with the new log stays. If the query is before the divergence, the answer shows that by an
     epoch that is newer than the target's and begins before the target.

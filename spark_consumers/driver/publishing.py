@@ -1,6 +1,6 @@
 """Publishes a query's progress as its group's offsets: only the changes, at the same time as the query's next batch.
 
-Nothing depends on it. Only a query that reads what there is, and then stops, waits for it at its end.
+Nothing depends on it. Only a query that stops at the end of the data waits for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Publisher:
                 self._under_way = changed, self._publish_soon(changed)
 
     def finish(self, places: Places, wait_s: float) -> None:
-        """Publishes the places, and waits for that."""
+        """Publishes the places, and waits until it is done."""
         self._take_result(wait_s)
         self.offer(places)
         self._take_result(wait_s)

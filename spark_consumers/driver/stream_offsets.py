@@ -73,7 +73,7 @@ def from_json(document: Mapping[str, Any]) -> StreamOffset | None:
             return None
         return StreamOffset(_places_from_json(document["from"]), _places_from_json(document["to"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        hint = "If it is another source's, give the query a checkpoint of its own."
+        hint = "If another source wrote it, give the query a checkpoint of its own."
         raise CorruptData("the checkpoint", f"no offsets of metamq: {error!r}", hint=hint) from error
 
 

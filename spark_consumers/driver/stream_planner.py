@@ -1,8 +1,8 @@
 """Plans a streaming query in the driver: after each batch it gives the end of the next one, and its tasks.
 
-It exists as long as the query. Its errors end the query. So it raises only errors that do not pass: wrong options, lost
-messages with failOnDataLoss, and brokers that do not answer at the query's start. While a broker is away, it has no new
-messages, unless "nothing new" would end the query.
+It exists as long as the query. Its errors end the query, so it raises only lasting errors: wrong options, lost messages
+with failOnDataLoss, and brokers that do not answer at the query's start. A broker that does not answer later counts as
+having no new messages, unless "nothing new" would end the query.
 
 If a step has nothing new, Spark assumes that the query has read everything: processAllAvailable() returns. So the
 planner reports that only if every broker has nothing new. It waits for a silent broker until the warning about it is
@@ -60,7 +60,7 @@ class StreamPlanner:
         self._view: ClusterView | None = None
         self._publisher: Publisher | None = None
         self._at_start: Mapping[TopicPartition, OffsetsResult] = {}
-        """The brokers' answers when the target was fixed; used for brokers that are away later."""
+        """The brokers' answers when the target was fixed. They stand for brokers that are unreachable later."""
         self._target: dict[TopicPartition, StreamPlace] | None = None
         self._ends: dict[TopicPartition, int] = {}
         self._last_batch_s = -math.inf
@@ -105,7 +105,7 @@ class StreamPlanner:
         return to_json(offset)
 
     def _planned(self, view: ClusterView, done: Places, is_only_batch: bool) -> StreamOffset | None:
-        """Plans the next batch from the brokers that answer; None: there is no batch to run now."""
+        """Plans the next batch from the brokers that answer. Returns None if there is no batch to run now."""
         try:
             present = view.partitions(self._options.subscription, missing_ok=True)
             answers = self._answers(view, done, present, is_only_batch)
@@ -209,8 +209,8 @@ class StreamPlanner:
 
 
 def exit_when_terminated() -> None:
-    """Makes SIGTERM end this process in order, so that its token ends, too. So Spark ends a query: it calls stop() only
-    after an error."""
+    """Makes SIGTERM end this process cleanly, together with its token. Spark ends a query by SIGTERM, and calls stop()
+    only after an error."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
@@ -232,7 +232,7 @@ class Unanswered:
         return any(now_s - since_s < WARN_AFTER_S for since_s in self._since.values())
 
     def note(self, answers: Mapping[TopicPartition, Found], now_s: float) -> None:
-        """Raises an error that does not pass; warns once about a partition that is silent for too long."""
+        """Raises a lasting error. Warns once about a partition that is silent for too long."""
         silent: dict[str, list[TopicPartition]] = defaultdict(list)
         for tp in [tp for tp in self._since if tp not in answers]:
             del self._since[tp]

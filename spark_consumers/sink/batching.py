@@ -1,8 +1,8 @@
 """Turns Arrow batches of rows into the columns of batches for partitions: by Arrow's kernels, without a loop over rows.
 
-Rows with a key go where a Producer sends that key. Rows that may go anywhere stay together, in the pieces in which they
-came. A partition's pieces are collected until they make a batch: a small batch costs the broker and the readers as much
-as a large one. Pure: no I/O, no Spark.
+Rows with a key have the same partition as messages of a Producer with that key. Rows for any partition stay together,
+in the pieces in which they came. The pieces for a partition are collected until they make a batch: a small batch costs
+the broker and the readers as much as a large one. Pure: no I/O, no Spark.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Topics = Callable[[str], TopicConfig]
 COLUMNS = ("value", "key", "headers", "topic", "partition")
 """The columns of a message; a query may have others."""
 OPEN_BYTES_MAX = 32 * 1024 * 1024
-"""The most bytes of all waiting pieces. Without this limit, each of thousands of partitions waits for its megabyte."""
+"""The most bytes of all waiting pieces. Without this limit, each of thousands of partitions could keep a megabyte."""
 
 
 class Target(NamedTuple):
@@ -57,7 +57,7 @@ class _Piece(NamedTuple):
 
 
 class Batcher:
-    """The batcher of one task. `topic`: of all rows; None: see the column. `topics` gives a topic's configuration."""
+    """The batcher of one task. `topic`: of all rows; None: use the column. `topics` gives a topic's configuration."""
 
     def __init__(self, topic: str | None, topics: Topics, batch_bytes: int = BATCH_TARGET_BYTES) -> None:
         self._topic = topic
@@ -182,7 +182,7 @@ class Batcher:
         if size <= self._batch_bytes and len(values) <= BATCH_COUNT_MAX and size <= config.max_message_bytes:
             yield TargetBatch(target, _ready(values, keys, headers), size)
             return
-        parts = -(-size // self._batch_bytes)  # of about equal size, so that the last one is not small
+        parts = -(-size // self._batch_bytes)  # of about equal size: the last one must not be small
         for first, end, part_size in _chunks([values, keys, headers], -(-size // parts)):
             if end - first == 1 or part_size > config.max_message_bytes:
                 self._check_sizes(config, [values, keys, headers], first, end)

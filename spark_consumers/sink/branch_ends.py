@@ -62,7 +62,7 @@ class BranchEnds:
         client = TxClient(self.cluster)
         lost: Counter[str] = Counter()
         away: dict[int, MetamqError] = {}
-        """Brokers that did not answer, with the error: a request for another branch there would wait as long."""
+        """Brokers that did not answer, with the error: a request for another branch there would time out as well."""
 
         async def commit(one: tuple[str, int, str]) -> None:
             attempt, broker_id, history = one
@@ -133,17 +133,17 @@ class BranchEnds:
             except BranchNotKnown:
                 pass  # another process has ended it
             except NotAuthorized as error:
-                log.warning("branch %s is left at broker %d: %s", xid, broker_id, error)
+                log.warning("branch %s stays open at broker %d: %s", xid, broker_id, error)
             except MetamqError as error:
                 failed[broker_id] = error
 
         await _each([one for one in branches if one[1] in self.cluster.brokers], end)
         for broker_id, error in failed.items():
-            log.warning("broker %d: branches are left there: %s", broker_id, error)
+            log.warning("broker %d: branches stay open there: %s", broker_id, error)
 
 
 async def _each(things: Collection[T], end: Callable[[T], Awaitable[None]]) -> None:
-    """Calls `end` for all things at the same time, with a limit per broker: none waits for another broker that is away.
+    """Calls `end` for all items concurrently, with a limit per broker: an unreachable broker delays no other broker.
     Raises the first error, after all have ended."""
     at_once: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
 

@@ -5,7 +5,7 @@ version, a line about the run, and a line for each source. If the batch runs aga
 file source is only `{"logOffset":N}`. The names of its files are in `sources/<source>/N`, or in `N.compact` with those
 before. Spark writes that file before the batch's own one, and keeps it until the batch is done.
 
-For each batch, only a folder of this machine is read, mounted ones included: a store or HDFS may take any time.
+For each batch, only a folder of this machine is read, mounted ones included: an object store or HDFS may be slow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from metamq.errors import ConfigError
 
 JUST_S = 5.0
-"""The most seconds from the file of a batch's offsets to the batch's first look at the sink."""
+"""The most seconds from the file of a batch's offsets to the batch's first check of the sink."""
 RUNNER = ".python_streaming_sink_runner"
 """Spark's module that commits a stream's batches, in processes of its own."""
 
@@ -85,7 +85,7 @@ def _entries(folder: Path, batch_id: int, lines: list[bytes]) -> list[bytes]:
         done = number - 1 if earlier is None else -1
         if earlier is not None and index < len(earlier):
             done = -1 if (last := earlier[index]) is None else last
-        for source in sorted((folder / "sources").glob("*")):  # one that is read twice has two lines, and one log
+        for source in sorted((folder / "sources").glob("*")):  # a source that is read twice has two lines, and one log
             for one in range(done + 1, number + 1):  # several if a driver died between the two files
                 found |= {b"%s %s" % (source.name.encode(), entry) for entry in _logged(source, one, done + 1, number)}
     return sorted(found)

@@ -115,7 +115,7 @@ class Committer:
                 await self._best_effort(lambda: self.store.remove_job(self._sink, decided=False))
             return
         try:
-            await self.finish(self._sink, batch_id, standing, answer_s=ROLL_BACK_S)  # commit() has been patient already
+            await self.finish(self._sink, batch_id, standing, answer_s=ROLL_BACK_S)  # commit() has waited already
         except CommitLost:
             raise
         except MetamqError as error:
@@ -155,7 +155,7 @@ class Committer:
         try:
             await call()
         except MetamqError as error:
-            log.warning("branches of the sink %s, or its node, may be left: %s", self._sink, error)
+            log.warning("branches of the sink %s, or its node, may remain: %s", self._sink, error)
 
     def _what(self, batch_id: int) -> str:
         return f"the batch write {self._sink}" if self._is_job else f"batch {batch_id} of the sink {self._sink}"
@@ -174,7 +174,7 @@ class Committer:
         return CommitUnfinished(problem, hint=hint)
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Calls again while ZooKeeper or a broker is away."""
+        """Retries while ZooKeeper or a broker is unreachable."""
         deadline_s = time.monotonic() + self._patience_s
         while True:
             try:
@@ -200,10 +200,10 @@ ORPHANS_S = 10.0
 async def end_orphans(branch_ends: BranchEnds, store: DecisionStore, own: str, now_ms: int) -> None:
     """Ends orphans: branches of batch writes whose drivers died, or whose tasks came too late.
 
-    Each batch write does it. A driver's Python processes end after a minute without work, so an ephemeral node cannot
-    show that a driver lives. A batch write writes its node when it begins, and when each of its tasks begins. A batch
-    write that was silent for two days is given up. Its node is removed first: if its driver still lives, it cannot
-    decide any more. An error is only logged. `now_ms`: by ZooKeeper's clock.
+    Each batch write does this. A driver's Python processes end after a minute without work, so an ephemeral node cannot
+    show that a driver runs. A batch write writes its node when it begins, and when each of its tasks begins. A batch
+    write that was silent for two days is given up. Its node is removed first: if its driver still runs, it cannot
+    decide any more. Errors are only logged. `now_ms`: by ZooKeeper's clock.
     """
     try:
         async with asyncio.timeout(ORPHANS_S):
@@ -238,10 +238,10 @@ async def _finish(
             await store.remove_job(job, decided=True)
         return True
     if not decision.brokers <= branch_ends.cluster.brokers.keys():
-        return True  # later: one of its brokers is down, and would delay this write
+        return True  # later, since one of its brokers is down, and would delay this write
     try:
         await branch_ends.commit(job, 0, decision.winners, answer_s=ROLL_BACK_S)
     except CommitLost as error:
-        log.error("%s", error.problem)  # nothing else can be done; if its driver lives, it gets the same error
+        log.error("%s", error.problem)  # nothing else can be done; if its driver runs, it gets the same error
     await store.mark_finished(job, known)
     return True

@@ -1,7 +1,7 @@
 """Decisions in ZooKeeper: each is created once, in one transaction with the sink's own node, and never overwritten.
 
-A request without an answer may still be carried out. So the next caller reads again, and always writes the sink's node:
-a request that is still running then finds another version, and fails.
+A request without an answer may still be carried out. So the next caller reads again, and always writes the sink's node.
+A request that still runs then finds another version, and fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sink(NamedTuple):
 
 
 class DecisionStore:
-    """The store. For one loop. All methods raise ConnectError; a repeated call finds out what the first one did."""
+    """The store. For one loop. All methods raise ConnectError; a repeated call finds the effect of the first."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -98,7 +98,7 @@ class DecisionStore:
             return decision
 
     async def fence(self, sink: str, owner: SinkOwner, batch_id: int, attempts: Iterable[str]) -> Decision | None:
-        """Returns the decision about a batch; None: there is none, and no later request can decide for these attempts.
+        """Returns the decision about a batch. None: there is none, and no later request can decide for these attempts.
         This includes a commit that still runs.
 
         Raises NotOurs.

@@ -1,6 +1,6 @@
 """A Python worker's connection to the cluster, for its writes: its first task opens it, the next ones use it.
 
-Spark keeps its workers, of executors and of the driver, for task after task; one worker may write for several queries.
+Spark keeps its workers, in executors and in the driver, for many tasks. One worker may write for several queries.
 All of them share one session with ZooKeeper, and one connection to each broker. The option `deliveryTimeoutMs` limits
 the waiting: until then a task waits for brokers and ZooKeeper to come back.
 """
@@ -146,7 +146,7 @@ def sink_client(options: SinkOptions, *, is_first: bool = False) -> SinkClient:
 
 
 def for_tasks(options: SinkOptions) -> SinkOptions:
-    """Returns the options of tasks: with security on they write by a token, in the place of the driver's files.
+    """Returns the options of tasks. With security on, tasks write with a token instead of the driver's files.
 
     Spark calls this for each batch, and the token is mostly the same: see metamq.spark_consumers.source.driver_secret.
     It ends by itself, its lifetime after the last query renewed it. Raises ConnectError, NotAuthorized, ConfigError.
@@ -163,7 +163,7 @@ def for_tasks(options: SinkOptions) -> SinkOptions:
 
 
 def _close_former_tokens() -> None:
-    """Disconnects what earlier queries used by a token, except for the last ones: each query has a token of its own."""
+    """Closes earlier queries' connections by token, except for the newest: each query has a token of its own."""
     by_token = [access for access in _connected if isinstance(access.security, DelegatedConfig)]
     for access in by_token[: -TOKENS_KEPT + 1]:
         former = _connected.pop(access)

@@ -54,11 +54,11 @@ class SinkOptions:
     codec: Codec
     delivery_timeout_s: float
     transaction_timeout_s: float
-    """Seconds after which brokers roll back what a task has written and not prepared."""
+    """Seconds after which brokers roll back a task's messages that are not prepared."""
     fail_on_data_loss: bool
     """True if it is an error that a broker has lost prepared messages of a decided batch."""
     token_lifetime_s: float
-    """The time for which the tasks' token counts; 0: tasks use the same files as the driver."""
+    """The time for which the tasks' token is valid; 0: tasks use the same files as the driver."""
 
 
 def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOptions:

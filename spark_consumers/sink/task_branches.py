@@ -33,7 +33,7 @@ OWN_MAX = 5_000
 LOOK_S = 2.0
 BUFFER_BYTES = 32 * 1024 * 1024
 ANSWER_S = 30.0
-"""An attempt fails after so many seconds without an answer: the broker may have lost the attempt's messages."""
+"""An attempt fails after this number of seconds without an answer: the broker may have lost the attempt's messages."""
 REQUEST_BYTES = 4 * 1024 * 1024
 """A request of this size in bytes takes no further batch."""
 ROLLBACK_S = 5.0
@@ -106,7 +106,7 @@ class TaskBranches:
     # -- the task's thread --------------------------------------------------------------------------------------------
 
     def add(self, target_batches: Iterable[tuple[TargetBatch, TopicConfig]]) -> None:
-        """Takes messages; waits while the buffer is full. Raises a former error, and MessageTooLarge."""
+        """Takes messages; waits while the buffer is full. Raises an earlier error, and MessageTooLarge."""
         for one, config in target_batches:
             broker_id, encoded = self._encoded(one, config)
             with self._changed:
@@ -123,7 +123,7 @@ class TaskBranches:
         return place[0], Encoded(entry, batch, target_batch.columns.messages)
 
     def _next(self, config: TopicConfig) -> tuple[int, int]:
-        """Returns a partition for rows that may go anywhere: of a live broker, if there is one."""
+        """Returns a partition for rows without a target, at a live broker if there is one."""
         living = {one: count for one, count in config.partitions.items() if one in self._cluster.brokers}
         places = [(one, index) for one, count in (living or config.partitions).items() for index in range(count)]
         self._turn += 1
@@ -168,8 +168,8 @@ class TaskBranches:
         return {broker_id: branch.history for broker_id, branch in self._work.prepared.items()}
 
     async def give_up(self) -> None:
-        """Rolls back what can be rolled back now. Brokers roll back what is not prepared, some seconds after the worker
-        has ended; the driver does the rest."""
+        """Rolls back the branches that can be rolled back now. Brokers roll back unprepared ones some seconds after the
+        worker has ended; the driver ends the others."""
         for task in list(self._running.values()):
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)

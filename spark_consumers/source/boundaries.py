@@ -62,7 +62,7 @@ class Boundary:
         return found
 
     def wanted(self, tp: TopicPartition | None) -> int | None:
-        """Returns the value for one partition; None: the option does not name it."""
+        """Returns the value for one partition, or None if the option does not name it."""
         if self.each is None:
             return self.everywhere
         return self.each.get(tp, self.topics.get(tp.topic)) if tp is not None else None
@@ -76,7 +76,7 @@ class Boundary:
         time_ms = next((us // 1000 for us in times if us // 1000 in _LIKELY_SECONDS), None)
         if time_ms is None:
             return None
-        return f"option {self.option!r} has the time {time_ms}, in 1970: is that in seconds? Give milliseconds"
+        return f"option {self.option!r} has the time {time_ms}, in 1970, probably in seconds: give milliseconds"
 
 
 def check_order(starting: Boundary, ending: Boundary) -> None:

@@ -1,7 +1,7 @@
-"""Connections of one reader each, with the fetch session that the broker keeps for it. The next reader uses them again.
+"""Connections, each for one reader at a time, and with its fetch session at the broker. The next reader reuses them.
 
-Spark keeps its Python workers, and runs task after task in them. One reader at a time has a pooled connection, and uses
-it in its own thread.
+Spark keeps its Python workers for many tasks. One reader at a time has a pooled connection, and uses it in its own
+thread.
 """
 
 from __future__ import annotations

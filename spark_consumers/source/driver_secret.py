@@ -1,7 +1,7 @@
-"""A secret of this user's drivers on this machine, from which the tokens of their queries follow.
+"""A secret of this user's drivers on this machine, from which the tokens of their queries are derived.
 
-Spark plans each batch, and ends each write, in another process of the driver. All of them, and all queries with the
-same rights, so use one token: there are few tokens, and each new query renews its own.
+Spark plans each batch, and ends each write, in another process of the driver. With the secret, all of them, and all
+queries with the same rights, use one token. So there are few tokens, and each new query renews its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILE_NAME = "spark-tokens.key"
 
 
 def token_seed(security: SecurityConfig, rights: frozenset[tuple[str, str]]) -> bytes | None:
-    """Returns the seed of the token for these rights; None if no secret can be kept: then each token is a new one."""
+    """Returns the seed of the token for these rights. None: no secret can be kept, so each token is a new one."""
     secret = _secret(cache_folder() / FILE_NAME)
     if secret is None:
         return None

@@ -4,7 +4,7 @@ While Spark takes one answer, the broker already sends the next one into the soc
 answer also checks it and passes it to the JVM, while the data is in that core's cache.
 
 A task reads its range to the end, or fails. It gets every message once, in order. After an error (a broker that is
-restarted, a slave that is promoted, a damaged answer) it asks again from its place on, at any replica that has it. If
+restarted, a slave that is promoted, a damaged answer) it continues from its offset, at any replica that has it. If
 nothing comes for `poll_timeout_s`, the task fails, and Spark runs it again.
 
 The range existed when the driver asked for it. If messages of it are lost since then, that is an error; with
@@ -61,7 +61,7 @@ WAIT_MS = 500
 DELAY_FIRST_S = 0.05
 DELAY_MAX_S = 2.0
 REFUSALS_MAX = 3
-"""The task asks ZooKeeper after so many refusals of an unknown topic. Replicas may not know a new topic yet."""
+"""The task asks ZooKeeper after this number of refusals of an unknown topic. Replicas may not know a new topic yet."""
 
 
 class FetchTask(NamedTuple):
@@ -147,8 +147,7 @@ class Fetching:
         self._ended_early_s = None
 
     def _next_chunk(self) -> Chunk:
-        """Returns the next batches; an empty list after an error that was handled. Raises an error that does not
-        pass."""
+        """Returns the next batches; an empty list after an error that was handled. Raises a lasting error."""
         if self._file is not None:
             return self._next_of_file(self._file)
         try:
@@ -232,7 +231,7 @@ class Fetching:
             try:
                 self._ask(self.pooled)
             except MetamqError as error:
-                log.info("%s is asked again from offset %d on: %s", self._wanted.tp, self._offset, error)
+                log.info("%s is requested again from offset %d on: %s", self._wanted.tp, self._offset, error)
                 self._drop_connection()
 
     def _bytes_to_ask_for(self) -> int:
@@ -274,7 +273,7 @@ class Fetching:
         error: MetamqError = ConnectError(
             self._broker(),
             "it is not registered in ZooKeeper",
-            hint="Is it running? `metamq doctor` looks at every part.",
+            hint="Check that it runs: `metamq doctor`.",
         )
         security = self._task.access.security
         for replica in order:
@@ -292,7 +291,7 @@ class Fetching:
         return f"broker {self._broker_id}"
 
     def _look_up(self) -> bool:
-        """Looks up the replicas' addresses; returns False while ZooKeeper is away."""
+        """Looks up the replicas' addresses. Returns False while ZooKeeper is unreachable."""
         task, topic = self._task, self._wanted.tp.topic
         try:
             found = background().run(find_replicas(task.access, self._broker_id, topic, with_slaves=task.with_slaves))
@@ -303,7 +302,7 @@ class Fetching:
         return True
 
     def _topic_is_gone(self) -> bool:
-        """True if the topic is gone in ZooKeeper, too; False while ZooKeeper is away."""
+        """True if the topic is also gone in ZooKeeper; False while ZooKeeper is unreachable."""
         task = self._task
         try:
             found = background().run(find_topic_id(task.access, self._wanted.tp.topic))
@@ -332,7 +331,7 @@ class Fetching:
         """Handles an empty answer: the log of this replica ends before the range does.
 
         A slave may not have the messages yet. A master may not show them yet. Only a replica that stays the master can
-        say that messages are lost. The master of the plan may be a slave by now, so ZooKeeper is asked before.
+        say that messages are lost. The master of the plan may be a slave by now, so the task asks ZooKeeper first.
         """
         if self._number != MASTER:
             self._short.add(self._number)
@@ -341,7 +340,7 @@ class Fetching:
             else:
                 self._failed(ConnectError(self._broker(), "its master cannot be reached, and slaves have less"))
             return
-        if result is not None and result.preferred_replica >= 0 and not result.size:  # only slaves answer so
+        if result is not None and result.preferred_replica >= 0 and not result.size:  # only slaves answer like this
             self._failed(self._no_master())
             return
         now = time.monotonic()
@@ -373,7 +372,7 @@ class Fetching:
         return time.monotonic() - self._progress_s > self._task.poll_timeout_s
 
     def _failed(self, error: MetamqError) -> None:
-        """Raises an error that does not pass; else waits, longer each time."""
+        """Raises a lasting error; otherwise waits, longer each time."""
         if isinstance(error, OffsetDiverged):  # a streaming query's driver continues from where the logs agree
             self._lost(error, self._wanted.end)
             return
@@ -398,7 +397,7 @@ class Fetching:
         self._preferred = None
         if isinstance(error, Fenced):
             self._preferred, self._ended_early_s = MASTER, None
-        # After a broken connection, or damage, another replica may answer: then not every task asks ZooKeeper.
+        # After a broken connection, or damage, another replica may answer, so not every task has to ask ZooKeeper.
         self._may_have_moved = self._delay_s > 0 or not isinstance(error, ConnectError | CorruptData)
         self._delay_s = min(max(self._delay_s * 2, DELAY_FIRST_S), DELAY_MAX_S)
         time.sleep(self._delay_s * random.uniform(0.8, 1.2))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from metamq.wire.commands import FilePlace
 
 NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.ESTALE)
-"""Errors of a file that do not pass: it belongs to another user, or to another container."""
+"""Lasting errors of a file: it belongs to another user, or to another container."""
 
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 POSITION_MAX = 2**63 - 1
@@ -41,7 +41,7 @@ class NotItsFile(OSError):
 def check_place(place: FilePlace, size: int, data: str) -> None:
     """Raises NotItsFile if the place cannot be in a log's file below the data folder `data`."""
     if "\0" in place.path or not is_encodable(place.path) or os.path.normpath(place.path) != place.path:
-        raise NotItsFile(errno.EINVAL, "the path is not a plain one", place.path)
+        raise NotItsFile(errno.EINVAL, "the path is not a normal one", place.path)
     if not os.path.isabs(data) or data == os.sep or os.path.normpath(data) != data:
         raise NotItsFile(errno.EPERM, f"the replica has no data folder registered, but {data!r}", place.path)
     if not place.path.startswith(data + os.sep):

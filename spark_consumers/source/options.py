@@ -91,7 +91,7 @@ class SourceOptions:
     max_trigger_delay_s: float
     group: str | None
     token_lifetime_s: float
-    """The time for which the tasks' token counts, at least; 0: tasks use the same files as the driver."""
+    """The least time for which the tasks' token is valid; 0: tasks use the same files as the driver."""
 
 
 def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:

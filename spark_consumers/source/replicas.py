@@ -1,4 +1,4 @@
-"""The replicas of a broker for a task: those that the driver knew; if these fail, the task looks them up again."""
+"""The replicas of a broker for a task: those that the driver knew. If these fail, the task looks them up again."""
 
 from __future__ import annotations
 

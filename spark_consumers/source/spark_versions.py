@@ -1,4 +1,4 @@
-"""The interfaces that each release of Spark has for a source in Python, and what metamq does without them.
+"""The interfaces that each release of Spark has for a source in Python, and metamq's substitutes for them.
 
 | Spark | read | write | writeStream | readStream |
 |---|---|---|---|---|

@@ -159,7 +159,7 @@ def test_an_empty_folder_in_the_place_of_a_lost_one(broker: BrokerProcess, parts
     assert_waits_for_a_person(parts, broker)
     (drawn,) = incarnations(parts, broker)
     assert drawn > 2, "the lost folder counts on to 2, should it come back after another boot"
-    assert "is new, and what the replica had in another one is gone" in broker.log_path.read_text()
+    assert "is new, and the data in the replica's former folder is gone" in broker.log_path.read_text()
     broker.restart()
     assert incarnations(parts, broker) == {drawn}, "once it was accepted, it waits no more"
 

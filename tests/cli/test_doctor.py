@@ -52,7 +52,7 @@ def test_all_is_well(metamq: Metamq, topic: str) -> None:
 NOT_REGISTERED = "no connection to broker 0: it is not registered in ZooKeeper"
 WAITING = {
     "produce": ". `metamq doctor` shows the problem.\n",
-    "consume": f"broker 0: 4 partitions cannot be fetched at present: {NOT_REGISTERED}. Is it running?\n",
+    "consume": f"broker 0: 4 partitions cannot be fetched at present: {NOT_REGISTERED}. Check that it runs.\n",
 }
 
 
@@ -104,7 +104,7 @@ def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, pr
         assert looked.status == 1
         findings = by_name(looked.json)
         assert findings["broker 0"]["detail"].startswith("not registered")
-        assert findings["broker 0"]["hint"] == "Start it. Its log says why it ended."
+        assert findings["broker 0"]["hint"] == "Start it. Its log has the reason for its end."
         assert findings["topics"]["detail"] == (
             "not served, in whole or in part, while broker 0 has no master: flights"
         )

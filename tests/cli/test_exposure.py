@@ -12,7 +12,7 @@ from tests.cli.conftest import Metamq
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker
 
-WARNING = "security is off: whoever reaches 0.0.0.0:"
+WARNING = "security is off: any client that reaches 0.0.0.0:"
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_a_broker_warns_at_its_start_and_doctor_later(
         with LocalBroker(running.zookeeper, tmp_path / "b", id=5, host="0.0.0.0", advertise="localhost,b5.example"):
             assert WARNING in caplog.text
             assert "`metamq security init`" in caplog.text
-            assert found() == ("warning", "off: whoever reaches b5.example may read and change everything")
+            assert found() == ("warning", "off: any client that reaches b5.example may read and change everything")

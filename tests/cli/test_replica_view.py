@@ -32,7 +32,7 @@ FULL = replica(1, "slave", "apart", "no room")
 LEARNER = replica(1, "slave", "learner")
 PROMOTE = "`metamq ha promote --broker 0 --slave 1` makes replica 1, which is in sync, the master"
 LOOK_AGAIN = "It may only be slow: run `metamq ha status` again. If it stays silent:"
-START_IT = "Start it. Its log says why it ended."
+START_IT = "Start it. Its log has the reason for its end."
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ START_IT = "Start it. Its log says why it ended."
         (MASTER, READY, []),
         (MASTER, BEHIND, []),
         (MASTER, GONE, ["Start it."]),
-        (MASTER, APART, ["If it has not just started, its log says why."]),
+        (MASTER, APART, ["If it has not just started, its log has the reason."]),
         (MASTER, FULL, [""]),
         (DEAD, READY, [f"{PROMOTE}, unless replica 0 comes back soon."]),
         (HANGS, READY, [f"{LOOK_AGAIN} {PROMOTE}, unless replica 0 comes back soon."]),
@@ -50,7 +50,7 @@ START_IT = "Start it. Its log says why it ended."
             APART,
             [
                 "Start replica 0: no other one is in sync. If it is lost permanently, "
-                "`metamq ha promote --broker 0 --slave 1 --accept-loss` shows what would be lost, and asks."
+                "`metamq ha promote --broker 0 --slave 1 --accept-loss` shows the loss, and asks."
             ],
         ),
         (DEAD, GONE, ["Start replica 0; or start replica 1, which is also in sync, and promote it.", "Start it."]),
@@ -66,7 +66,7 @@ START_IT = "Start it. Its log says why it ended."
             APART,
             [
                 "No replica is in sync. Start all of them; `metamq ha promote --broker 0 --slave 0 --accept-loss` then "
-                "shows what would be lost, and asks."
+                "shows the loss, and asks."
             ],
         ),
     ],

@@ -157,7 +157,7 @@ def test_quotas(offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
         done = offline("quota", "set", "etl", "--write-bytes", "10MB", "--read-bytes", "50MB")
         assert done.talk == (
-            "No user has the name etl. It counts for a certificate or a token of that name.\n"
+            "No user has the name etl. The quota applies to a certificate or a token of that name.\n"
             "The quota of etl at each broker, in a second: --write-bytes 10,000,000, --read-bytes 50,000,000.\n"
         )
         assert offline("quota", "set", "*", "--requests", "1000").status == 0

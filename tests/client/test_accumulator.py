@@ -242,7 +242,7 @@ def test_a_list_that_waits_for_its_topic_is_placed_however_full_the_buffer_is() 
 def test_a_partitioner_that_gives_nonsense(gives: object) -> None:
     accumulator = an_accumulator(partitioner=lambda *_: gives)  # type: ignore[arg-type, return-value]
     known(accumulator)
-    with pytest.raises(ConfigError, match=f"the partitioner gave {gives!r} for a topic of 4 partitions"):
+    with pytest.raises(ConfigError, match=f"the partitioner returned {gives!r} for a topic of 4 partitions"):
         accumulator.send_full("t", b"x", b"k", None, None, None)
 
 

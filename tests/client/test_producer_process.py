@@ -100,7 +100,7 @@ def test_a_producer_does_not_work_in_a_fork_and_a_new_one_does(parts: Cluster, e
         topic = admin.create_topic(f"forked-{end[:2]}", partitions=1)
     code, out, err = run(parts, topic, FORKS.replace("{end}", end))
     lines = out.splitlines()
-    said = "child: this producer was made before the process forked and does not work in the child. "
+    said = "child: this producer was made before the process forked, and does not work in the child. "
     # close() of a producer that is not this process's: nothing to do, nothing to say.
     assert [line for line in lines if line.startswith("child")][:5] == [said + "Make the producer in the child."] * 5
     assert "child: no error" not in lines[:5]

@@ -58,7 +58,7 @@ def test_the_readmes_ten_lines_run_in_another_container(composition: Composition
 def test_without_a_certificate_nothing_is_allowed(composition: Composition) -> None:
     known = SecurityConfig(ca=f"{composition.security.dir}/ca.crt")
     with (
-        pytest.raises(DeliveryTimeout, match="it asks for a user"),
+        pytest.raises(DeliveryTimeout, match="it requires a user"),
         Producer(composition.zookeeper, security=known, delivery_timeout_s=5) as producer,
     ):
         producer.send("greetings", b"x").result(60)

@@ -134,7 +134,7 @@ def test_keys_are_read_again_and_broken_ones_change_nothing(keys: Path, caplog: 
     verifier = token_verifier(settings(keys))
     keys.write_text("no JSON")
     assert verified(verifier, token()) == "etl"
-    assert "the former keys of tokens stay in use: " in caplog.text
+    assert "tokens are still verified with the former keys: " in caplog.text
     write_keys(keys, jwk(OTHER))
     assert verified(verifier, token(OTHER)) == "etl"
     with pytest.raises(AuthenticationFailed):

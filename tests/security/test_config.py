@@ -79,7 +79,7 @@ def test_new_files_are_used_and_broken_ones_are_not(tmp_path: Path, caplog: pyte
     (tmp_path / "admin.key").write_bytes(b"half of a k")
     for _ in range(3):
         assert fresh.current() is second
-    assert caplog.text.count("the former certificates stay in use") == 1
+    assert caplog.text.count("new connections still use the former certificates") == 1
     authority.issue("admin")
     assert fresh.current() is not second
 

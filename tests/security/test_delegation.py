@@ -71,7 +71,7 @@ def test_tokens_are_added_renewed_and_ended_by_their_own_client_only() -> None:
     renewed = with_token(known, "abc", token(expires_ms=NOW_MS + 250_000), NOW_MS)
     assert renewed["abc"].expires_ms == NOW_MS + 250_000
     assert without_tokens_of({**known, "x": token("other")}, "etl") == {"x": token("other")}
-    with pytest.raises(ConfigError, match="of another client"):
+    with pytest.raises(ConfigError, match="another client has a token"):
         with_token(known, "abc", token("other"), NOW_MS)
     assert without_token(known, "abc", "other") == known
     assert without_token(known, "abc", "etl") == {}

@@ -167,7 +167,7 @@ def test_a_broker_that_does_not_know_the_user_is_refused(pems: Any, seen: Any, u
     answer, _ = broker.next(mechanism, client.next(broker.next(mechanism, first)[0]))
     proof = bytearray(base64.b64decode(answer[2:]))
     proof[0] ^= 1
-    with pytest.raises(AuthenticationFailed, match="does not prove that it knows the user"):
+    with pytest.raises(AuthenticationFailed, match="does not prove that it has the user's verifier"):
         client.next(b"v=" + base64.b64encode(proof))
 
 

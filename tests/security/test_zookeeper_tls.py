@@ -72,7 +72,7 @@ def test_a_client_without_tls_gets_no_answer(secure: Cluster) -> None:
 @pytest.mark.slow
 def test_what_is_refused_says_why(secure: Cluster, certificates: Path, tmp_path: Path) -> None:
     make_folder(tmp_path / "other")
-    assert "its certificate is refused: " in refused(secure.zookeeper, client_of(tmp_path / "other"))
+    assert "its certificate is rejected: " in refused(secure.zookeeper, client_of(tmp_path / "other"))
     with EmbeddedZooKeeper() as plain:
         assert "it closed the connection in the TLS handshake" in refused(plain.address, client_of(certificates))
 

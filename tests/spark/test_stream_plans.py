@@ -316,5 +316,5 @@ def test_losses_are_told() -> None:
     told = [*lost_partitions({A0: place(5), A1: place(1)}, {A0: "y"})]
     assert all(isinstance(loss, MetamqError) for loss in told)
     assert "deleted and created again" in str(told[0])
-    assert "a/0-1, which the query has read, is not among its partitions any more" in str(told[1])
-    assert "topic 'a', which the query has read, is not" in str(lost_partitions({A0: place(5)}, {})[0])
+    assert "a/0-1, which the query has read, is no longer among its partitions" in str(told[1])
+    assert "topic 'a', which the query has read, is no longer" in str(lost_partitions({A0: place(5)}, {})[0])

@@ -149,7 +149,7 @@ def test_a_task_of_another_authority(secure: Cluster, driver: Path, tmp_path: Pa
     (task,) = planned(secure)
     other = make_folder(tmp_path / "other")
     theirs = (other.folder / "ca.crt").read_text()
-    assert "its certificate is refused" in refused(changed(task, authority=theirs))
+    assert "its certificate is rejected" in refused(changed(task, authority=theirs))
 
 
 def test_a_task_at_a_broker_without_tls(secure: Cluster, driver: Path) -> None:

@@ -123,7 +123,7 @@ def test_after_an_error_the_rest_is_thrown_away() -> None:
         (PREFIX.pack(0, 1, 3, 0, 0, 0), "cannot have a header"),
         (PREFIX.pack(100, 1, 3, 0, 0, 89), "cannot have a header of 89"),
         (PREFIX.pack(FRAME_BYTES_MAX - 4, 1, 3, 0, 0, HEADER_BYTES_MAX + 1), "header of 1,048,577 bytes is over"),
-        (b"GET / HTTP/1.1\r\n", "Is the other side metamq"),
+        (b"GET / HTTP/1.1\r\n", "the other side may not be metamq"),
     ],
 )
 def test_lengths_are_checked_with_the_prefix(prefix: bytes, problem: str) -> None:

@@ -6,8 +6,8 @@
                       3  DECIDE at the decider: the decision is durable, and kept
                       4  COMMIT at the others; then FORGET at the decider
 
-All branches have the same id. If a client dies before 3, its branches have no decision: their brokers ask the decider,
-which then never decides to commit (RESOLVE). If it dies after 3, the brokers ask one another
+All branches have the same id. If a client crashes before 3, its branches have no decision: their brokers ask the
+decider, which then never decides to commit (RESOLVE). If it crashes after 3, the brokers ask one another
 (metamq.broker.transactions.followers). So the client needs no log, and the operator needs no recoverer.
 """
 

@@ -31,7 +31,7 @@ TURN_MESSAGES = 500
 WAKE_BYTES = 64 * 1024
 """The task starts at this number of bytes in the queue, or at a full batch if that is smaller. Waking the loop for less
 costs more than it saves."""
-WAIT_HINT = "Look at the result after the end of the transaction: it is known only then."
+WAIT_HINT = "Read the result after the end of the transaction: it is known only then."
 
 
 class _Item(NamedTuple):

@@ -55,7 +55,7 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
     # -- PEP 249 ------------------------------------------------------------------------------------------------------
 
     def tpc_begin(self, xid: Xid | str, *, timeout_s: float = 0.0) -> None:
-        """Adds what this thread sends to the transaction `xid`, from now until tpc_commit() or tpc_rollback().
+        """Adds this thread's messages to the transaction `xid`, from now until tpc_commit() or tpc_rollback().
 
         Raises BranchMisuse in a transaction, ConfigError for an invalid id.
         """

@@ -1,7 +1,7 @@
 """XAResource: the verbs of XA at one broker, for a transaction coordinator. The core of both APIs.
 
 A resource works in one branch at a time, as XA defines for a thread of control; others may be suspended. It collects
-messages into batches. A batch goes out when it is full and at end().
+messages into batches. A batch is sent when it is full and at end().
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class XAOptions:
     """Settings of a resource; construction validates."""
 
     batch_bytes: int = BATCH_TARGET_BYTES
-    """The size at which a batch goes out."""
+    """The size at which a batch is sent."""
     max_message_bytes: int = MESSAGE_BYTES_MAX
     compression: str | None = None
     """None, "lz4" or "zstd"."""

@@ -79,7 +79,7 @@ class Staging:
         self._full: dict[int, list[tuple[Place, OutgoingBatch]]] = {}
         self._turn: dict[str, int] = {}
         self.taken: Counter[int] = Counter()
-        """Messages by broker id. PREPARE sends the number, so that the broker notices a lost message."""
+        """Messages by broker id. PREPARE sends the number: the broker notices a lost message."""
 
     def add_many(self, config: TopicConfig, messages: Sequence[AnyMessage], start: int) -> int:
         """Takes messages from `start` on, up to one that fills a batch; returns the index of the next.

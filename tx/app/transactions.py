@@ -125,7 +125,7 @@ class Transactions:
             raise misuse(one.xid, "its tpc_prepare() was interrupted, or has failed: it can only be rolled back")
 
     def begin(self, owner: Owner | None, xid: Xid, timeout_s: float, *, is_tpc: bool) -> OpenTransaction:
-        """Begins a transaction, which takes what `owner` sends from now on. The caller holds the lock.
+        """Begins a transaction, which takes the messages of `owner` from now on. The caller holds the lock.
 
         Raises BranchMisuse; ConfigError outside of any task.
         """
@@ -244,7 +244,7 @@ class Transactions:
 
     def _is_mixed(self, xid: Xid, broker_id: int) -> TransactionError:
         what = f"it is committed at broker {broker_id}, and now rolled back at others"
-        return TransactionError(xid, XACode.HEURMIX, what, hint="Roll back only what was never committed.")
+        return TransactionError(xid, XACode.HEURMIX, what, hint="Roll back only ids that were never committed.")
 
 
 def _is_gone(owner: Owner) -> bool:

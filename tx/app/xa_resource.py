@@ -43,7 +43,7 @@ class XAResource:
             if mq.prepare(xid) is Vote.OK:
                 mq.commit(xid)
 
-    Every method raises a TransactionError whose class says what to do: RolledBack, OutcomeUnknown, BranchNotKnown,
+    Every method raises a TransactionError whose class shows the next step: RolledBack, OutcomeUnknown, BranchNotKnown,
     HeuristicOutcome, BranchMisuse, TryLater; its `code` is the code of XA. A method raises ConnectError or Fenced if
     the verb was certainly not carried out, because no broker could be asked.
     """
@@ -63,7 +63,7 @@ class XAResource:
         self._background.run(self._core.open(cluster_access(zookeeper, root, config, security)))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs the work in the background loop. Raises ForkedError in a fork's child, where the loop is dead."""
+        """Runs the work in the background loop. Raises ForkedError in a fork's child, where the loop does not run."""
         if self._core.is_forked:
             work.close()
             raise ForkedError("XAResource")
@@ -129,7 +129,7 @@ class XAResource:
         self._core.set_timeout(timeout_s)
 
     def is_same_rm(self, other: XAResource) -> bool:
-        """True if both reach the same broker id of one cluster, so that one may join a branch of the other."""
+        """True if both reach the same broker id of one cluster: then one may join a branch of the other."""
         return self._core.is_same_rm(other._core)
 
     def close(self) -> None:

@@ -5,9 +5,8 @@
     3  every resource commits                recover() repeats this for each resource that does not answer now
 
 A resource has the tpc_* methods of PEP 249: psycopg's connections, a Producer of metamq. A transaction with one
-resource has one phase and no record. If a process dies, the next Coordinator with the same folder ends its
-prepared transactions by the log; no other process can. A Coordinator changes only ids that begin with its log's
-identity.
+resource has one phase and no record. If a process crashes, the next Coordinator with the same folder ends its prepared
+transactions by the log; no other process can. A Coordinator changes only ids that begin with its log's identity.
 """
 
 from __future__ import annotations
@@ -304,7 +303,7 @@ class Coordinator:
     def _recover(self) -> Settled:
         self._log.check()
         self._unfinished.clear()
-        # Read before the resources are asked: they may not show yet what is decided later.
+        # Read before the resources are asked: they may not show later decisions yet.
         busy = self._running | self._undecided
         decided = {gtrid: names for gtrid, names in list(self._log.open.items()) if gtrid not in busy}
         committed = rolled_back = 0
@@ -328,7 +327,7 @@ class Coordinator:
         return Settled(committed, rolled_back, left)
 
     def _recover_at(self, name: str) -> tuple[int, int]:
-        """Ends what is prepared at a resource. Raises the resource's errors."""
+        """Ends the prepared transactions at a resource. Raises the resource's errors."""
         connection, is_own = self._connection(name)
         counts = [0, 0]
         try:

@@ -89,7 +89,7 @@ class DatabaseBlock(ABC):
         try:
             identity, self._mark = await self._outcomes.begin(database)
         except BaseException as error:
-            if database.began or isinstance(error, ConfigError):  # so that this connection can create the table
+            if database.began or isinstance(error, ConfigError):  # this connection must be able to create the table
                 await database.rollback()
             raise
         _last[id(database.connection)] = self
@@ -148,12 +148,12 @@ class DatabaseBlock(ABC):
         try:
             await self._outcomes.check(self._database, self._mark)
         except TransactionEnded:
-            log.warning("%s, which then failed: what was committed stays. %s", _ENDED, _ENDED_HINT)
+            log.warning("%s, which then failed: the committed rows stay. %s", _ENDED, _ENDED_HINT)
         except Exception as error:  # PostgreSQL takes no more statements in a transaction that has failed
             log.debug("unknown if the connection was committed in the block: %s", error)
 
     async def _roll_back(self, work: GlobalTransaction) -> None:
-        """Rolls back rows and messages. An error here has the same effect as the death of this process."""
+        """Rolls back rows and messages. An error here has the same effect as a crash of this process."""
         try:
             await self._database.rollback()
         except Exception as error:  # the connection is gone, and its transaction with it
@@ -203,12 +203,12 @@ class dbtx(DatabaseBlock):
     producer:    a blocking Producer; its settings also apply to these messages. Its own `send` would send outside the
                  block, and is refused inside.
     table:       the outcome table, made once with `create_outcome_table(connection)`.
-    timeout_s:   seconds after which a broker rolls back what is not prepared; 0 is the broker's own limit (30 s).
+    timeout_s:   seconds after which a broker rolls back unprepared messages; 0 is the broker's own limit (30 s).
 
     Leaving raises the database's errors. If the messages cannot be prepared it raises RolledBack, ConnectError and so
     on: then nothing is committed. If the connection was committed or rolled back in the block, it raises BranchMisuse:
     no message is sent, but committed rows stay. The outcome is unknown only if the connection is lost during
-    the commit. A Recoverer must run in some process: it ends the transactions of processes that died.
+    the commit. A Recoverer must run in some process: it ends the transactions of crashed processes.
     """
 
     def __init__(

@@ -7,8 +7,8 @@
         2 END     [2, synced, gtrid]             every resource has committed; written, not waited for
 
 A transaction without a COMMIT was not decided, and is rolled back (presumed abort). `synced` is the number of bytes
-that were on the disk for sure when the record was written. It tells a torn tail from damage: if a later record proves
-that the damaged place was on the disk, a decision may be lost there, and the log is refused.
+that were certainly on the disk when the record was written. It distinguishes a torn tail from damage: if a later record
+proves that the damaged place was on the disk, a decision may be lost there, and the log is refused.
 
 Opening writes the open transactions to a new file, flushes it, and renames it to replace the old log. A failed fsync
 may have left records in the cache only: now they are on the disk, before any resource acts on them. After a failed
@@ -76,7 +76,7 @@ class DecisionLog:
         except BlockingIOError:
             raise ConfigError(
                 f"the decision log in {self._folder} is in use by another Coordinator",
-                hint="Give each process a folder of its own: recovery would roll back what another process works on.",
+                hint="Give each process a folder of its own: recovery would roll back another process's transactions.",
             ) from None
 
     @property

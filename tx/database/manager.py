@@ -4,7 +4,7 @@
     tpc_begin, commit     inserts the row `commit`, on the database's connection, in its transaction
     tpc_vote              prepares the messages; an error here fails the transaction
     (the database commits: zope.sqlalchemy's manager does so in its own tpc_vote, and sorts last: the decision)
-    tpc_finish            commits the messages; never raises: a Recoverer does what could not be done
+    tpc_finish            commits the messages; never raises: a Recoverer does the failed steps
     tpc_abort             asks the database for the outcome, since the package also calls it after the decision
 
 The package has no log and no recovery. If a later manager fails, it calls tpc_abort of all managers, even of those
@@ -92,7 +92,7 @@ class DataManager:
         self._outbox.add(topic, message)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs it in the producer's loop. Raises if the producer is unusable; in a fork's child the loop is dead."""
+        """Runs it in the producer's loop. Raises if the producer is unusable. In a fork's child no loop runs."""
         try:
             self._producer._check_usable()
         except BaseException:
@@ -105,7 +105,7 @@ class DataManager:
         return f"metamq:{self._work.gtrid.hex()}"
 
     def savepoint(self) -> _Savepoint:
-        """Returns a savepoint. Later messages wait in memory, up to `buffer_bytes`, so that it can take them back."""
+        """Returns a savepoint. Later messages wait in memory, up to `buffer_bytes`: it can take them back."""
         return _Savepoint(self._outbox, self._outbox.savepoint())
 
     def tpc_begin(self, transaction: Any) -> None:
@@ -146,7 +146,7 @@ class DataManager:
                 with contextlib.closing(self._connect()) as connection:
                     outcome = at_once(self._outcomes.decide(self._blocking(connection), self._work.gtrid))
             except Exception as error:
-                log.warning("the database does not say what it has decided: %s", error)
+                log.warning("the database does not answer with its decision: %s", error)
         if outcome == COMMIT:
             self.tpc_finish(transaction)
         elif outcome == ABORT:
@@ -157,7 +157,7 @@ class DataManager:
     def _roll_back(self) -> None:
         try:
             self._run(self._outbox.give_up())
-        except Exception as error:  # its producer is closed: brokers roll back what they have
+        except Exception as error:  # its producer is closed: brokers roll back its branches
             log.info("the unsent messages of %s are dropped: %s", self._work.name, error)
         reason = BranchMisuse(self._work.name, XACode.PROTO, "its transaction was aborted")
         self._end(self._work.rollback, reason)
@@ -200,8 +200,8 @@ def join_transaction(
                  zope.sqlalchemy `lambda: session.connection().connection`. The database has the outcome table, see
                  `metamq.tx.create_outcome_table`.
     manager:     the transaction manager; None: `transaction.manager`.
-    connect:     opens another connection to that database. With it an abort asks the database at once what it has
-                 decided. Without it, messages that were voted on wait for a Recoverer.
+    connect:     opens another connection to that database. With it an abort asks the database at once for its
+                 decision. Without it, messages that were voted on wait for a Recoverer.
 
     A Recoverer must run in some process in any case. Raises ConfigError if the table or the package is missing.
     """

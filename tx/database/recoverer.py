@@ -51,11 +51,11 @@ class Recovered(NamedTuple):
     left: int
     """Prepared branches that are too young, or whose database or broker did not answer."""
     unreachable: tuple[int, ...] = ()
-    """Broker ids that did not answer: what is prepared there waits."""
+    """Broker ids that did not answer: their prepared branches wait."""
 
 
 class Recoverer:
-    """Finishes what dbtx left. `connect` opens connections to the database; this class commits and closes them.
+    """Finishes branches of dbtx. `connect` opens database connections; the Recoverer commits and closes them.
 
     `connect` may be asynchronous: `lambda: asyncpg.connect(dsn)`. run() and run_once() still block: call them in a
     thread or a process of their own.

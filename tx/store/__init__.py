@@ -1,1 +1,1 @@
-"""The broker's rules for transactions, without I/O: what a branch may do, and the state that the journal gives."""
+"""The broker's rules for transactions, without I/O: the allowed verbs, and the state that the journal gives."""

@@ -41,7 +41,7 @@ class BranchState:
     """Identifies one use of the id: higher than the epoch of any earlier use in this broker id."""
     state: BranchPhase
     owner: str = ""
-    """The session that began the branch; people read it."""
+    """The session that began the branch, for people to read."""
     principal: str = ""
     """The user or the certificate of that session; empty: security was off."""
     bodies: list[Body] = field(default_factory=list)
@@ -93,7 +93,7 @@ class BranchState:
         return session == self.owner or session in self.sessions or session in self.batches_of
 
     def becomes_rollback_only(self, code: int, reason: str) -> None:
-        """Drops what was sent: from now on the branch can only be rolled back."""
+        """Drops the sent messages: from now on the branch can only be rolled back."""
         self.state = BranchPhase.ROLLBACK_ONLY
         self.rolled_back_code, self.rolled_back_reason = code, reason
         self.drop_bodies()

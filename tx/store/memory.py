@@ -40,7 +40,7 @@ class OutcomeMemory:
 
     def restore(self, remembered: Iterable[Outcome]) -> None:
         """Adds outcomes from a REMEMBERED record. Their COMMITs may be gone from the journal, and newer COMMITs may be
-        before that record. The writer of the record wrote all that it remembered, except what it forgot since."""
+        before that record. The writer of the record wrote all outcomes that it still remembered."""
         known, forgotten_us = self._known, -1
         if self._in_order and len(known) >= self._most:
             forgotten_us = _time_of(next(iter(known.items())))
@@ -51,7 +51,7 @@ class OutcomeMemory:
                 self._in_order = False
 
     def epoch_of(self, xid: Xid) -> int | None:
-        """Returns the epoch of the id's committed use; None: it is not remembered."""
+        """Returns the epoch of the id's committed use, or None if it is not remembered."""
         if not self._known:
             return None
         rest = self._known.get(pack_id(xid))

@@ -315,7 +315,7 @@ class JournalTransactionStore:
         answer = Answer(XACode.OK, branch.epoch)
         if branch.state is BranchPhase.PREPARED:
             return VerbStep(answer, record=records.RollbackRecord(branch.key))
-        del self.branches[branch.xid]  # a restart drops a branch that is not prepared: no record is needed
+        del self.branches[branch.xid]  # a restart drops an unprepared branch: no record is needed
         return VerbStep(answer)
 
     # -- events other than verbs --------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ async def become_master(session: Session, registration: Registration, claims: It
 async def cluster_id(session: Session) -> str:
     """The id of the cluster below this root. The first caller makes it at random; it never changes.
 
-    A data folder stores it, so that a broker that connects to another cluster does not take its topics for deleted.
+    A data folder stores it: a broker that connects to another cluster must not consider its topics deleted.
     """
     while True:
         known = await known_cluster_id(session)

@@ -87,7 +87,7 @@ async def read_failover(session: Session, broker_id: int, watch: Watcher | None 
 async def change_failover(
     session: Session, broker_id: int, change: Callable[[Failover], Failover], missing: Failover = MANUAL
 ) -> Failover:
-    """Stores `change(what is stored)` by compare-and-set, and returns it. `missing` stands for a missing node.
+    """Stores `change(the stored failover)` by compare-and-set, and returns it. `missing` stands for a missing node.
 
     Raises CorruptData, the errors of `change`, and ConnectionLost: then the outcome is unknown. `change` may be called
     several times.

@@ -2,7 +2,7 @@
 
 A killed process leaves its node behind until its session expires. A process that holds the same lock as the killed one
 knows that this process has ended, and may replace its node at once. A process with a copy of the data folder does not
-hold that lock. For any other node, a process waits as long as the node's session may live. If the node is still there
+hold that lock. For any other node, a process waits as long as the node's session may last. If the node is still there
 afterwards, two running processes claim one place, which is an error.
 """
 
@@ -32,7 +32,7 @@ Member = tuple[int, int]
 Role = Literal["master", "slave"]
 
 ANSWER_S = 0.5
-"""Seconds in which a ZooKeeper answers that is not frozen."""
+"""Seconds in which a ZooKeeper that is not frozen answers."""
 EXPIRY_MARGIN_MS = 2_000
 """Milliseconds by which ZooKeeper may end a session late, since it expires sessions by ticks."""
 

@@ -210,9 +210,9 @@ async def take_over(
 ) -> Mastership | Refused:
     """Becomes the master in place of another, if the state is still the one on which this decision was made.
 
-    One transaction sets the state of `promoted`, deletes the former master's node, dead or alive, and creates ours.
-    Returns Refused if the state has changed: then decide again. Raises Fenced (see `promoted`); ConnectionLost if the
-    outcome is unknown: a second call finds it out, and takes over if the first one did not.
+    One transaction sets the state of `promoted`, deletes the former master's node, even if that master runs, and
+    creates ours. Returns Refused if the state has changed: then decide again. Raises Fenced (see `promoted`);
+    ConnectionLost if the outcome is unknown: a second call finds it out, and takes over if the first one did not.
     """
     paths = session.paths
     state_path, master_path = paths.broker_state(registration.broker_id), paths.master(registration.broker_id)

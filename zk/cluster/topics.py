@@ -236,7 +236,7 @@ def check_alteration(before: TopicConfig, after: TopicConfig) -> None:
             raise ConfigError(
                 f"the number of partitions of topic {before.topic!r} on broker {broker_id} is {count}, and cannot be "
                 f"reduced to {after.partitions.get(broker_id, 0)}",
-                hint="Partitions are only ever added; make a new topic with fewer.",
+                hint="Partitions can only be added; make a new topic with fewer.",
             )
 
 

@@ -25,8 +25,8 @@ Watcher = Callable[[], None]
 class Member:
     """One member by its node. Times are in milliseconds since 1970.
 
-    `progress_ms` is when it last finished a message, or found none. `assigned` is the number of partitions that it
-    consumes. `session_timeout_ms` is how long its node outlives it. `joined` orders members by the time of joining.
+    It last finished a message, or found none, at `progress_ms`. It consumes `assigned` partitions. Its node outlives it
+    by `session_timeout_ms`. `joined` orders members by the time of joining.
     """
 
     consumer_id: str
@@ -135,7 +135,7 @@ async def check_empty(session: Session, group: str, consequence: str) -> None:
 
 
 async def evict(session: Session, group: str, consumer_id: str) -> list[TopicPartition]:
-    """Removes a member from its group although its session lives, and frees its partitions, which are returned.
+    """Removes a member with a live session from its group, and frees its partitions, which are returned.
 
     Messages that it did not commit go to the next owners; its own later commits are refused. Raises ConfigError if the
     group has no such member, ConnectionLost; then evict again.

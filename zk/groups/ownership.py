@@ -259,7 +259,7 @@ async def reset_offset(session: Session, group: str, tp: TopicPartition, committ
 async def drop_owner(session: Session, group: str, tp: TopicPartition, consumer_id: str) -> bool:
     """Takes the partition away from a member that does not release it; True if the member had it.
 
-    The offset node is read first and checked, so that a new owner's node is never deleted.
+    The offset node is read first and checked: a new owner's node must not be deleted.
     """
     owner_path = session.paths.owner(group, *tp)
     offset_path = session.paths.offset(group, *tp)

@@ -27,7 +27,7 @@ def _encoded(delegations: Delegations) -> bytes:
         }
     ).encode()
     if len(data) > DATA_BYTES_MAX:
-        raise ConfigError("the tokens of all clients take too much room in ZooKeeper", hint="Let queries end.")
+        raise ConfigError("the tokens of all clients take too much space in ZooKeeper", hint="Let queries end.")
     return data
 
 

@@ -1,6 +1,6 @@
-"""Owners of groups who have no certificate: ZooKeeper knows them by a secret that brokers give at the login.
+"""Owners of groups without a certificate: ZooKeeper knows them by a secret that brokers give at the login.
 
-All brokers compute the same secret of a principal, from a key in ZooKeeper that only they and administrators read. The
+All brokers compute the same secret for a principal, from a key in ZooKeeper that only they and administrators read. The
 client proves to ZooKeeper by the scheme `digest` that it has the secret, over TLS.
 """
 
@@ -33,7 +33,7 @@ async def read_owner_key(session: Session) -> bytes:
 
 
 def proof_of(key: bytes, principal: str) -> str:
-    """Returns what proves to ZooKeeper that a client is this principal: its name, and its secret."""
+    """Returns the principal's proof of identity for ZooKeeper: its name and its secret."""
     return f"{principal}:{hmac.new(key, principal.encode(), hashlib.sha256).hexdigest()}"
 
 

@@ -1,4 +1,4 @@
-"""The quotas of a cluster: metamq.security.quotas measures by them."""
+"""The quotas of a cluster: metamq.security.quotas applies them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metamq.zk.security.shared_node import SharedNode
 
 
 def with_quota(quotas: Quotas, principal: str, quota: Quota) -> Quotas:
-    """Returns the quotas with one more, or with another one for the principal. Raises ConfigError."""
+    """Returns the quotas with a new or changed one for the principal. Raises ConfigError."""
     if principal not in quotas and len(quotas) >= QUOTAS_MAX:
         raise ConfigError(f"there are {QUOTAS_MAX:,} quotas already, the limit", hint="Use one for all: '*'.")
     return {**quotas, principal: quota}

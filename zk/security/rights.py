@@ -1,4 +1,4 @@
-"""The rules of a cluster that give and deny rights: metamq.security.rights decides by them."""
+"""The rules of a cluster that allow and deny rights: metamq.security.rights decides by them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from metamq.zk.security.shared_node import DATA_BYTES_MAX, SharedNode
 
 
 def with_rules(rules: Rules, more: Rules) -> Rules:
-    """Returns the rules and these ones, each once, in order."""
+    """Returns the rules with these added, each once, in order."""
     return tuple(sorted({*rules, *more}, key=str))
 
 
 def without_rules(rules: Rules, fewer: Rules) -> Rules:
-    """Returns the rules without these ones. Raises ConfigError if one of them is not there."""
+    """Returns the rules without these. Raises ConfigError if one of these does not exist."""
     for rule in fewer:
         if rule not in rules:
             raise ConfigError(f"there is no rule `{rule}`", hint="`metamq acl list` shows all rules.")
@@ -38,7 +38,7 @@ def rules_json(rules: Rules) -> bytes:
 
 
 def _decoded(document: dict[str, Any]) -> Rules:
-    """Keeps rules of rights that this release does not know: they decide nothing here, and are not lost."""
+    """Keeps rules with rights that this release does not know: they decide nothing here, and are not lost."""
     return tuple(_rule(*texts(one)) for one in items(document["rules"]))
 
 

@@ -31,14 +31,14 @@ class SharedNode(Generic[T]):
     missing: T
     """The list if the node does not exist."""
     decode: Callable[[dict[str, Any]], T]
-    """Reads the JSON document. Raises ValueError and the like if it is not of the right form."""
+    """Reads the JSON document. Raises ValueError or a similar error if it has the wrong form."""
     encode: Callable[[T], bytes]
     """Returns the data of the node. Raises ConfigError if it would be too large."""
     add_again: str
     """The command that adds to the list, for errors; empty: clients do it by themselves."""
 
     def parsed(self, path: str, data: bytes | None) -> T:
-        """Returns the list in a node with this data; None: there is no node. Raises CorruptData."""
+        """Returns the list in a node with this data, or None if there is no node. Raises CorruptData."""
         if data is None:
             return self.missing
         again = f", then add the {self.name} again: `{self.add_again}`" if self.add_again else ""
@@ -52,7 +52,7 @@ class SharedNode(Generic[T]):
         return self.parsed(path, None if node is None else node.data)
 
     async def change(self, session: Session, change: Callable[[T], T]) -> None:
-        """Stores `change(what is stored)`; `change` may be called several times.
+        """Stores `change(the stored list)`; `change` may be called several times.
 
         Raises CorruptData, the errors of `change`, and ConnectionLost: then the outcome is unknown.
         """

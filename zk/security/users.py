@@ -1,4 +1,4 @@
-"""The users of a cluster who log in by password. ZooKeeper has no passwords, only the data that verifies them
+"""The users of a cluster who log in by password. ZooKeeper has no passwords, only their verifiers
 (metamq.security.login).
 """
 
@@ -24,7 +24,7 @@ ITERATIONS_MAX = 10_000_000
 
 
 def with_user(users: Users, name: str, verifiers: Verifiers) -> Users:
-    """Returns the users with one more, or with another password. Raises ConfigError."""
+    """Returns the users with a new one, or with a changed password. Raises ConfigError."""
     if name in RESERVED:
         raise ConfigError(f"{name!r} is the name of a certificate", hint="Choose another one.")
     if name not in users and len(users) >= USERS_MAX:
@@ -61,7 +61,7 @@ def _decoded(document: dict[str, Any]) -> Users:
 
 
 def read_verifiers(stored: Mapping[str, Any]) -> Verifiers:
-    """Reads the JSON document of verifiers. Raises ValueError and the like."""
+    """Reads the JSON document of verifiers. Raises ValueError or a similar error."""
     return {name: _verifier(fields(one)) for name, one in stored.items() if name in MECHANISMS}
 
 

@@ -249,7 +249,7 @@ class EmbeddedZooKeeper:
         """Notes the number of this server in its folder. Raises ConfigError if the folder is another server's.
 
         A single server on the folder of an ensemble's server would write changes that the others lack. The ensemble
-        could then choose it as the leader, and the others would give up what they have committed. And servers with
+        could then choose it as the leader, and the others would give up their committed changes. And servers with
         empty folders could form an ensemble without a server that has the data of a single one.
         """
         path = folder / "data" / "myid"
@@ -328,7 +328,7 @@ class EmbeddedZooKeeper:
         return True
 
     def _command(self, java: Path, jars: list[Path], config: Path) -> list[str]:
-        # Without memory one thread fails after another, and the rest would not serve, but not end either.
+        # Without memory one thread fails after another, and the process would neither serve nor end.
         memory = ["-Xms16m", f"-Xmx{self._memory_bytes >> 10}k", "-XX:+ExitOnOutOfMemoryError"]
         flags = [*memory, "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-XX:-UsePerfData"]
         # The default is 64 MB for each log file.

@@ -50,7 +50,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def _chosen(host: str) -> tuple[int, socket.socket]:
-    """A port, and the socket that is bound to it without reuse, so that no other process holds the port."""
+    """A port, and the socket that is bound to it without reuse: no other process can hold the port."""
     with contextlib.ExitStack() as undo:
         keeper = undo.enter_context(_socket(host))
         for _ in range(_ATTEMPTS):

@@ -1,4 +1,4 @@
-"""Finds the line in the log of ZooKeeper, or of Java, that says what went wrong.
+"""Finds the line with the reason of a failure in the log of ZooKeeper, or of Java.
 
 An entry is "[thread] LEVEL class - text". An exception may follow it: its own line, its frames, its causes. The output
 of Java before ZooKeeper runs does not have this form. The log continues over restarts, so only entries since the start

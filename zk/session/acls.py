@@ -1,4 +1,4 @@
-"""The access lists of nodes: what is whose in ZooKeeper, if it knows its clients by their certificates.
+"""The access lists of nodes: the owner of each node, if ZooKeeper knows its clients by their certificates.
 
     nodes                         certificates `brokers`, `admin`    other clients
     /meta/security, and below     all                                nothing
@@ -9,9 +9,9 @@
 
 So brokers and administrators own topics, registrations, users and rules, and clients own their groups and the state of
 their Spark sinks. ZooKeeper knows a client by its certificate, or by a proof that brokers give users who log in
-(metamq.zk.security.owner_key). All clients may change the groups of other clients; what is made in such a group later
-stays open, too. A node gets its list when it is made; `metamq security migrate` gives older
-nodes theirs, and `metamq group owner` gives a group to another client.
+(metamq.zk.security.owner_key). All clients may change the groups of clients without such an identity; later nodes in
+these groups stay open, too. A node gets its list when it is made; `metamq security migrate` gives older nodes theirs,
+and `metamq group owner` gives a group to another client.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from metamq.zk.paths import Paths
 
 Acl = list[Any]
-"""kazoo's ACLs: who has which permissions."""
+"""kazoo's ACLs: the permissions of each client."""
 _OWNERS = [make_acl("x509", f"CN={name}", all=True) for name in (BROKERS, ADMIN)]
 _PRIVATE: Acl = _OWNERS
 _READABLE: Acl = [*_OWNERS, make_acl("world", "anyone", read=True)]
 _SHARED: Acl = [*_OWNERS, make_acl("world", "anyone", read=True, create=True, delete=True)]
 _OPEN: Acl = OPEN_ACL_UNSAFE
 _OF_CREATOR: Acl = [*_READABLE, make_acl("auth", "", all=True)]
-"""ZooKeeper puts the name in the creator's certificate in the place of `auth`."""
+"""ZooKeeper replaces `auth` by the name in the creator's certificate."""
 
 
 def acl_of(paths: Paths, path: str, *, is_owned: bool = False) -> Acl:
@@ -80,5 +80,5 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def differs(found: Acl, wanted: Acl) -> bool:
-    """True if a node's list is another one."""
+    """True if a node has another list."""
     return {(one.perms, one.id) for one in found} != {(one.perms, one.id) for one in wanted}

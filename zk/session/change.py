@@ -20,7 +20,7 @@ async def change_node(
     change: Callable[[T], T],
     write: Callable[[T], bytes],
 ) -> T:
-    """Stores `write(change(read(its data)))`, unless nothing changes; returns what is stored now.
+    """Stores `write(change(read(its data)))`, unless nothing changes; returns the stored value.
 
     `read` gets None for a node that does not exist. All three may be called several times, if others are faster.
 

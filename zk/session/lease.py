@@ -1,4 +1,4 @@
-"""The lease: the time until which this process may assume that its session with ZooKeeper lives.
+"""The lease: the time until which this process may assume that its session with ZooKeeper is alive.
 
 Theory of operation. kazoo cannot answer this: without a connection it stays SUSPENDED without end, and its own thread
 keeps the session alive while the event loop hangs. So the event loop itself sends a small request every sixth of the
@@ -99,7 +99,7 @@ class Lease:
         self._renewals: set[asyncio.Task[None]] = set()
 
     def valid(self, longer_s: float = 0.0) -> bool:
-        """True if the session lives and the confirmed conditions hold, as far as clocks can show.
+        """True if the session is alive and the confirmed conditions hold, as far as clocks can show.
 
         `longer_s` is the length of a longer lease, in seconds; 0 is none.
         """

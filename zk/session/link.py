@@ -2,8 +2,8 @@
 
 The changes to kazoo, and their reasons:
 
-- Its connection thread survives every exception. In kazoo one unexpected answer ends the thread, and the client stays
-  dead without a message.
+- Its connection thread survives every exception. In kazoo one unexpected answer ends the thread, and the client stops
+  working without a message.
 - Reconnecting backs off to a tenth of the session time-out, at most a second. kazoo's own limit is an hour.
 - Connecting and the handshake get a fraction of the session time-out each, and connecting can be interrupted. kazoo
   gives each the whole time-out. With one unreachable host, or with a server that lost the request while it was starting
@@ -168,7 +168,7 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
         connection = self._socket
         if connection is not None:
             try:
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of ssl would go on without TLS
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of ssl would continue without TLS
             except OSError as error:
                 log.debug("the connection to ZooKeeper was closed already: %s", error)
 

@@ -7,8 +7,8 @@ ConnectionLost with the outcome "unknown" must read before it decides.
 
 There are three states, as the loop sees them:
 
-    CONNECTED   the session lives and the server answers
-    SUSPENDED   the connection broke; only the next answer of a server shows if the session lives or is over
+    CONNECTED   the session is alive and the server answers
+    SUSPENDED   the connection broke; only the next answer of a server shows if the session is alive or over
     LOST        a server said that the session is over; its ephemeral nodes are gone. A new one follows automatically:
                 CONNECTED with another `session_id` and a `generation` one higher
 
@@ -109,7 +109,7 @@ class Session:
         self._closed: asyncio.Future[None] | None = None
         self._refused: asyncio.Task[None] | None = None
         self.prover: Callable[[], Awaitable[str]] | None = None
-        """Returns what proves to ZooKeeper who this client is; None: only a certificate can."""
+        """Returns this client's proof of identity for ZooKeeper; None: only a certificate can be one."""
         self._is_proved = False
         self._warned: set[str] = set()  # groups and sinks that are open, and for which it has warned
 
@@ -321,11 +321,11 @@ class Session:
 
     @property
     def _is_known(self) -> bool:
-        """True if ZooKeeper knows who this client is."""
+        """True if ZooKeeper knows the identity of this client."""
         return self.security.has_certificate or self._is_proved
 
     async def _prove(self, paths: Iterable[str]) -> None:
-        """Proves to ZooKeeper who this client is, before its first change in a group or a sink. Raises ConnectError."""
+        """Proves this client's identity to ZooKeeper before its first change of a group. Raises ConnectError."""
         if self.prover is None or self._is_proved or not any(shared_root(self.paths, path) for path in paths):
             return
         proof = await self.prover()

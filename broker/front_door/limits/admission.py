@@ -26,7 +26,7 @@ LINGERING_MAX = 16
 
 
 class ConnectionFate(Enum):
-    """The treatment of a connection."""
+    """The admission of a connection."""
 
     SERVED = "served"
     KEPT = "kept"

@@ -29,7 +29,7 @@ TLS_PIECE_BYTES = 64 * 1024
 
 
 def write_in_pieces(transport: asyncio.Transport, buffers: list[Buffer]) -> None:
-    """Writes to a TLS connection. uvloop encrypts what it is given at once, and then counts it as written."""
+    """Writes to a TLS connection. uvloop encrypts data at once, and then counts it as written."""
     for buffer in buffers:
         view = memoryview(buffer)
         for at in range(0, len(view), TLS_PIECE_BYTES):

@@ -37,7 +37,7 @@ class Reserver(Protocol):
         """The principal of its client, or the address of a client that has none."""
 
     def granted(self) -> None:
-        """Goes on with its frame: the memory is reserved."""
+        """Continues with its frame: the memory is reserved."""
 
 
 class RequestMemory:

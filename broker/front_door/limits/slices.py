@@ -1,8 +1,8 @@
 """Runs the work of long requests in slices, so that no request blocks the loop.
 
 Work is a generator that yields between its steps. A step takes a few milliseconds at most. Connections take turns, so a
-connection with much work waits for itself only. The work of one connection is done in the order of its requests. A
-slice ends after SLICE_S; then the loop has the same time for other work. So slices take at most half of its time.
+connection with much work delays only itself. The work of one connection is done in the order of its requests. A slice
+ends after SLICE_S; then the loop has the same time for other work. So slices take at most half of its time.
 
 Work that begins while no other work waits gets its first slice at once, and is mostly finished by it. If a step made
 the last slice longer than SLICE_S, new work waits as well.
@@ -23,7 +23,7 @@ class SliceOwner(Protocol):
     """A connection with work in slices."""
 
     def has_less_to_do(self) -> None:
-        """Goes on: one work is done."""
+        """Continues, because one piece of its work is done."""
 
 
 class SlicedWork:
@@ -89,7 +89,7 @@ class Slices:
                 if is_done:
                     queue.popleft()
                 if queue:
-                    self._queues[owner] = queue  # at the end of the line
+                    self._queues[owner] = queue  # at the end of the queue
                 if is_done:
                     owner.has_less_to_do()
         finally:  # an error in one request must not stop the others

@@ -1,11 +1,11 @@
 """Holds back the requests of one connection while its principal is above its quota (metamq.security.quotas).
 
-A request waits in the kernel, or unprocessed; its client is informed by a DELAY, so that it does not take the broker
-for dead. What is counted, and when:
+A request waits in the kernel, or unprocessed. A DELAY informs its client, so the client knows that the broker is alive.
+The counted amounts, each with its time:
 
 - a request, and the body of a small frame, when the request is begun
-- a large frame when it begins to arrive: while the principal must wait, none is read, so that frames that wait take no
-  memory. Its request is begun at once when it is complete
+- a large frame when it begins to arrive. While the principal must wait, none is read, so waiting frames take no memory.
+  Its request is begun as soon as the frame is complete
 - the data of an answer when it is sent, since its size is not known before
 """
 
@@ -27,9 +27,9 @@ class Throttle:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, begins: Callable[[QuotaWait], None], ends: Callable[[], None]
     ) -> None:
-        """`begins` is called when a wait begins, `ends` when it is over: then ask again."""
+        """`begins` is called when a wait begins, `ends` when it is over: then call must_wait()."""
         self.meter: Meter | None = None
-        """None: the principal has no quota."""
+        """None if the principal has no quota."""
         self._quota: Quota | None = None
         self._loop = loop
         self._begins = begins
@@ -37,7 +37,7 @@ class Throttle:
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, limit: int, amount: int) -> None:
-        """Counts what is used; `limit` as for Meter.take."""
+        """Counts an amount of use. `limit` as for Meter.take."""
         if self.meter is not None:
             self.meter.take(limit, amount, self._loop.time())
 
@@ -57,7 +57,7 @@ class Throttle:
         self._ends()
 
     def change(self, meter: Meter | None) -> None:
-        """Takes another meter, or none. If its quota is another one, a wait ends: the next request asks again."""
+        """Changes or removes the meter. If the quota has changed, a wait ends, and the next request checks again."""
         quota = meter.quota if meter is not None else None
         if meter is self.meter and quota == self._quota:
             return

@@ -70,7 +70,7 @@ def remove_orphans(paths: list[str]) -> None:
 
 
 def make_void(paths: list[str]) -> list[str]:
-    """Renames files, in this order, so that no log finds them. Returns their new names.
+    """Renames files, in this order: no log finds them any more. Returns their new names.
 
     Any thread may remove the renamed files later; other files may use the old names by then. After a crash the next
     open removes them. Raises OSError.

@@ -17,10 +17,10 @@ side has the whole list of the other, so one exchange is enough, however many ma
 epoch by epoch since KIP-101, and needs several exchanges (KIP-279).
 
 *An epoch without a batch* has no entry in the list and needs no entry. The rule compares bytes that exist. An empty
-epoch has no bytes that could differ. It does not move the end of another epoch either, since an epoch ends at a
-*batch* of a later one. In RocketMQ, logs could diverge unnoticed: a replica refused a master's epoch because the epoch
-before it was empty, and the new batches counted as the former master's. This cannot happen here, because only the
-batches say which epoch they belong to.
+epoch has no bytes that could differ. It does not move the end of another epoch either, since an epoch ends at a *batch*
+of a later one. In RocketMQ, logs could diverge unnoticed: a replica refused a master's epoch because the epoch before
+it was empty, and the new batches counted as the former master's. This cannot happen here, because only the batches name
+their epoch.
 
 Retention removes an epoch's first batches. Its entry then points to the log's start. The rule uses only the ends, and
 they do not change.

@@ -49,7 +49,7 @@ RESERVED_DESCRIPTORS = 4
 
 
 class BoundedCache(Generic[K, V]):
-    """A cache of the most recently used values, bounded in bytes. The last value stays, however large it is."""
+    """A cache of the most recently used values, bounded in bytes. The newest value stays, however large it is."""
 
     __slots__ = ("_bytes", "_bytes_max", "_size_of", "_values")
 
@@ -275,5 +275,5 @@ def disk_error(name: str, action: str, error: OSError) -> StorageError:
     where = f" ({error.filename})" if error.filename else ""
     return StorageError(
         f"{name}: {action} failed: {reason}{where}",
-        hint="Look at the disk (`dmesg`, `df`), then start the broker again: it recovers its logs by itself.",
+        hint="Check the disk (`dmesg`, `df`), then start the broker again: it recovers its logs by itself.",
     )

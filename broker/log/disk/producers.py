@@ -12,7 +12,7 @@ a second time, but producers give up on a batch long before.
 A repeat has as many messages as the stored batch, so the place in its answer ends within the log. A batch with the same
 id and number but another count is not a repeat. It is refused: there is no place to wait for.
 
-The state is a function of the log, except for what retention removed. So it is saved next to the log, as of a position.
+The state is a function of the log, except for removed batches. So it is saved next to the log, as of a position.
 """
 
 from __future__ import annotations

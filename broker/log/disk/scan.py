@@ -179,5 +179,5 @@ def damaged(what: str, position: int, reason: str) -> CorruptData:
         reason,
         position=position,
         hint="`metamq log verify` shows the extent. A slave copies such a log again by itself. For a master, promote a "
-        "slave that is in sync: `metamq ha status` names it, or says what else to do.",
+        "slave that is in sync: `metamq ha status` names it, or shows the other steps.",
     )

@@ -39,7 +39,7 @@ Search = Generator[None, None, tuple[int, int] | None]
 AT_ONCE = 16 * 1024
 """Timestamps that are processed between two yields."""
 LEARN_BATCHES = 100
-"""The index learns the result after each this many batches, so that an abandoned search is useful, too."""
+"""The index learns the result each time after this many batches: an abandoned search is useful, too."""
 _BASE_POSITION = attrgetter("base_position")
 _NONE = array("q")
 

@@ -309,7 +309,7 @@ def test_what_a_slave_in_sync_has_and_its_master_lacks_is_damage_at_the_master(t
         ((partition, error),) = told
         assert partition is master.partition
         assert isinstance(error, CorruptData)
-        assert "replica 1 is in sync and has what this log lacks" in str(error)
+        assert "replica 1 is in sync and has data that this log lacks" in str(error)
         assert "Promote replica 1" in error.hint
 
     with a_master(tmp_path) as (_topics, make):

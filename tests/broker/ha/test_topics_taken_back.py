@@ -89,7 +89,7 @@ def test_what_was_made_since_the_copy_is_kept_and_comes_back_by_a_restore(
     assert folder.is_dir()
     environment = {**os.environ, "METAMQ_ZOOKEEPER": group.cluster.zookeeper}
     doctor = subprocess.run([*METAMQ, "doctor"], env=environment, capture_output=True, text=True, timeout=120)
-    assert f"it keeps what ZooKeeper lacks: ZooKeeper does not list topic '{topic}'" in doctor.stdout, doctor
+    assert f"it keeps topics that ZooKeeper lacks: ZooKeeper does not list topic '{topic}'" in doctor.stdout, doctor
     assert broker.stop() == 0
     with EmbeddedZooKeeper(tmp_path / "another") as other:
         command = [*METAMQ, "cluster", "restore", "--data", str(broker.data), "--yes"]
