@@ -113,6 +113,8 @@ class DelegatedConfig(SecurityConfig):
     secret: str = field(default="", repr=False)
     authority: str = field(default="", repr=False)
     """The certificate of the authority that signs the brokers' certificates, as PEM."""
+    revocations: str = field(default="", repr=False)
+    """The list of revoked certificates, as PEM; empty: none is checked."""
 
     @property
     def is_on(self) -> bool:

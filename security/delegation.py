@@ -56,19 +56,23 @@ Delegations = Mapping[str, Delegation]
 
 def make_token(config: SecurityConfig, seed: bytes | None = None) -> DelegatedConfig:
     """Returns the settings of a token for clients of the same cluster. Its id and secret are random, or derived from
-    `seed`, which must be as secret. Raises ConfigError if the authority's certificate cannot be read."""
+    `seed`, which must be as secret. Raises ConfigError if a file of the authority cannot be read."""
     seed = seed or secrets.token_bytes(SECRET_BYTES)
-    path = config.files().ca
-    try:
-        authority = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the certificate of the authority {path} cannot be read: {error.strerror}") from error
+    files = config.files()
     return DelegatedConfig(
         zookeeper_tls=config.zookeeper_tls,
         token_id=hmac.new(seed, b"id", hashlib.sha256).hexdigest()[:ID_CHARS],
         secret=hmac.new(seed, b"secret", hashlib.sha256).hexdigest(),
-        authority=authority,
+        authority=_read(files.ca),
+        revocations=_read(files.revoked) if files.revoked else "",
     )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the file {path} of the authority cannot be read: {error.strerror}") from error
 
 
 def verifier_of(token: DelegatedConfig) -> Verifier:

@@ -17,6 +17,7 @@ import functools
 import logging
 import os
 import ssl
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import astuple
@@ -190,6 +191,12 @@ def delegated_context(config: DelegatedConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=config.authority)
+    if config.revocations:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:  # OpenSSL reads such a list only from a file
+            file.write(config.revocations)
+            file.flush()
+            context.load_verify_locations(file.name)
+        context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
     return context
 
 

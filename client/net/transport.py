@@ -389,6 +389,8 @@ class Connections:
         self._opening: dict[_Place, asyncio.Task[BrokerConnection]] = {}
         self._pause_s: dict[_Place, float] = {}
         self._closed = False
+        self.was_accepted = False
+        """True once a broker has accepted this client."""
 
     async def get(self, at: BrokerAddress, *, purpose: str = "") -> BrokerConnection:
         """Returns the connection to a broker. Callers may repeat the call at once: this method pauses between attempts.
@@ -428,6 +430,7 @@ class Connections:
         del self._opening[place]
         if not task.cancelled() and task.exception() is None:
             self._pause_s.pop(place, None)
+            self.was_accepted = True
             self._open[place] = task.result()
 
     @property

@@ -34,6 +34,7 @@ from metamq.client.net.cluster import ClusterClient, Source
 from metamq.client.producer.outgoing import Busy
 from metamq.client.producer.partition_queue import PartitionQueue
 from metamq.errors import (
+    AuthenticationFailed,
     ClosedError,
     DeliveryTimeout,
     Fenced,
@@ -179,12 +180,19 @@ class BrokerSender:
             self._connection = await self._sender.cluster.connection(self.broker_id)
         except MetamqError as error:
             self.last_error = error  # the tick tries again; the connections have their own pauses
+            if isinstance(error, AuthenticationFailed) and not self._sender.cluster.connections.was_accepted:
+                self._fail_waiting(error)  # else a password or certificate may be in renewal
         self._connecting = None
         if self._connection is not self._last_connection:
             self._last_connection = self._connection
             self._sender.connection_changed(self.broker_id)
         if self._connection is not None and self._connection.alive:
             self.pump()
+
+    def _fail_waiting(self, error: MetamqError) -> None:
+        for queue in list(self._ready):
+            while queue.waiting:
+                self._sender.settle(queue, queue.waiting[0], error)
 
     def _send_one(self, connection: BrokerConnection) -> bool:
         """Sends one PUT. Returns False if no batch may be sent."""

@@ -94,6 +94,15 @@ def works(running: Cluster, folder: Path, user: str, password: str) -> bool:
     return False
 
 
+def test_a_producer_with_a_wrong_password_fails_at_once(secure: Cluster, folder: Path) -> None:
+    """Its messages do not wait for `delivery_timeout_s`: no broker has ever accepted this client."""
+    with Producer(secure.zookeeper, security=of_user(folder, "etl", "wrong"), delivery_timeout_s=3600) as producer:
+        sent = [producer.send("first", b"x") for _ in range(3)]
+        for delivery in sent:
+            with pytest.raises(AuthenticationFailed, match=r"the user name or the password is wrong"):
+                delivery.result(SLOW_S)
+
+
 @FACES
 def test_the_right_password(secure: Cluster, folder: Path, connect: Open) -> None:
     connect(secure.broker.port, client_security(of_user(folder, "etl")).brokers)

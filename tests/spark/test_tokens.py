@@ -152,6 +152,22 @@ def test_a_task_of_another_authority(secure: Cluster, driver: Path, tmp_path: Pa
     assert "its certificate is rejected" in refused(changed(task, authority=theirs))
 
 
+def test_a_task_knows_the_revoked_certificates_of_its_driver(
+    secure: Cluster, driver: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revoked = certificates / "revoked.crl"
+    monkeypatch.setenv("METAMQ_SECURITY_REVOKED", str(revoked))
+    (task,) = planned(secure)
+    assert rows(task) == len(VALUES)
+    authority = Authority(certificates)
+    try:
+        authority.revoke("brokers")
+        later = changed(task, revocations=revoked.read_text())
+        assert "certificate revoked" in refused(later)
+    finally:
+        authority.issue("brokers", HOSTS)
+
+
 def test_a_task_at_a_broker_without_tls(secure: Cluster, driver: Path) -> None:
     (task,) = planned(secure)
     with cluster() as plain, pytest.raises(ConnectError, match="it does not speak TLS"):
