@@ -6,6 +6,7 @@ speaks TLS only, and shows /metrics to a client whose certificate has the right 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -13,6 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from socketserver import ThreadingMixIn
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -20,6 +22,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from metamq.broker.front_door.audit import REFUSED, Audit
 from metamq.broker.process.metrics import BrokerCollector
 from metamq.errors import ConfigError, TooManyThreads
 from metamq.security.tls import FreshContext, principal_of
@@ -47,9 +50,13 @@ class StatusGuard(NamedTuple):
     tls: FreshContext
     may_describe: Callable[[str], bool]
     """True if this principal may see the metrics."""
+    refused: Callable[[str, str], None]
+    """Called with the principal and the address of a client that may not."""
 
 
-def guard_of(config: BrokerConfig, security: BrokerSecurity | None, users: KnownUsers) -> StatusGuard | None:
+def guard_of(
+    config: BrokerConfig, security: BrokerSecurity | None, users: KnownUsers, audit: Audit
+) -> StatusGuard | None:
     """Returns the protection of the port, or None. Raises ConfigError if `http_tls` is set without certificates."""
     if not config.http_tls:
         return None
@@ -57,7 +64,12 @@ def guard_of(config: BrokerConfig, security: BrokerSecurity | None, users: Known
         raise ConfigError(
             "http_tls is on, and security is off", hint="Set `dir` in [security], or METAMQ_SECURITY_DIR."
         )
-    return StatusGuard(security.server, users.may_describe)
+    loop = asyncio.get_running_loop()
+
+    def refused(principal: str, address: str) -> None:
+        loop.call_soon_threadsafe(partial(audit.record, REFUSED, principal, address, "/metrics", allowed=False))
+
+    return StatusGuard(security.server, users.may_describe, refused)
 
 
 class _Head:
@@ -184,6 +196,7 @@ class StatusServer:
     def _respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         if path == "/metrics" and self._guard is not None and not self._guard.may_describe(environ[PRINCIPAL]):
+            self._guard.refused(environ[PRINCIPAL], environ["REMOTE_ADDR"])
             start_response("403 Forbidden", [("Content-Type", "text/plain")])
             return [b"/metrics needs a certificate with the right `describe cluster`\n"]
         if path == "/metrics":

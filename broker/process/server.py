@@ -133,7 +133,7 @@ class Broker:
             await self._until_answered(self._read_topics)
             await self._until_answered(self._users.read)
             self._make_parts(connections_max)
-            guard = guard_of(config, self._security, self._users)
+            guard = guard_of(config, self._security, self._users, self._audit)
             self._status = StatusServer(self, guard) if config.http_port >= 0 else None
             await self._until_answered(self._parts.keeper.begin)
         except BaseException:

@@ -55,8 +55,8 @@ def list_groups(output: str) -> None:
         print_json([asdict(one) for one in found])
         return
     print_table(
-        ["GROUP", "MEMBERS", "STRATEGY", "TOPICS"],
-        [[one.group, len(one.members), one.strategy, ",".join(one.topics)] for one in found],
+        ["GROUP", "MEMBERS", "STRATEGY", "OWNER", "TOPICS"],
+        [[one.group, len(one.members), one.strategy, one.owner, ",".join(one.topics)] for one in found],
     )
 
 
@@ -90,6 +90,7 @@ def _description_json(one: GroupDescription) -> dict[str, Any]:
         "group": one.group,
         "strategy": one.strategy,
         "plan_generation": one.plan_generation,
+        "owner": one.owner,
         "lag": one.lag,
         "members": members,
         "partitions": [{**asdict(partition), "lag": partition.lag} for partition in one.partitions],
@@ -98,8 +99,9 @@ def _description_json(one: GroupDescription) -> dict[str, Any]:
 
 def _print_description(one: GroupDescription) -> None:
     strategy = f", strategy {one.strategy}" if one.strategy else ""
+    owner = f", of {one.owner}" if one.owner else ""
     lag = "unknown" if one.lag is None else f"{one.lag:,}"
-    print_line(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {lag}")
+    print_line(f"{one.group}: {count(len(one.members), 'member')}{strategy}{owner}, lag {lag}")
     if one.partitions:
         print_table(
             ["PARTITION", "COMMITTED", "END", "LAG", "OWNER"],

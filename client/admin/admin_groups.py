@@ -45,6 +45,7 @@ from metamq.zk.names import check_consumer, check_node
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.partitions import TopicPartition, partition_order
 from metamq.zk.security.owner_key import digest_of, proof_of, read_owner_key
+from metamq.zk.session.acls import owner_of
 
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient
@@ -83,9 +84,15 @@ async def _summary(session: Session, group: str) -> GroupSummary:
     stored = await read_plan(session, group)
     topics = {topic for member in present.values() for topic in member.topics}
     topics.update(await children(session, session.paths.offset_topics(group)))
-    return GroupSummary(
-        group, tuple(present), tuple(sorted(topics)), _strategy(present, stored.plan if stored else None)
-    )
+    strategy = _strategy(present, stored.plan if stored else None)
+    return GroupSummary(group, tuple(present), tuple(sorted(topics)), strategy, await _owner(session, group))
+
+
+async def _owner(session: Session, group: str) -> str | None:
+    try:
+        return owner_of(await session.acl(session.paths.group(group)))
+    except NoNode:  # deleted meanwhile
+        return None
 
 
 def _strategy(present: Mapping[str, Member], plan: Plan | None) -> str | None:
@@ -126,6 +133,7 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
         stored.plan.generation if stored and stored.plan else None,
         tuple(_member(member, owners, stored.plan if stored else None) for member in present.values()),
         tuple(partitions),
+        await _owner(session, group),
     )
 
 

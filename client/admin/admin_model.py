@@ -91,12 +91,16 @@ class TopicDescription:
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """A summary of a consumer group. `topics`: those its members subscribe to, and those it has offsets for."""
+    """A summary of a consumer group. `topics`: those its members subscribe to, and those it has offsets for.
+
+    `owner`: the user or certificate that the group belongs to; None: each client of ZooKeeper may change it.
+    """
 
     group: str
     members: tuple[str, ...]
     topics: tuple[str, ...]
     strategy: str | None
+    owner: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +162,17 @@ class GroupPartition:
 
 @dataclass(frozen=True, slots=True)
 class GroupDescription:
-    """A group: its members by id, its partitions in numeric order. `plan_generation`: None before its first plan."""
+    """A group: its members by id, its partitions in numeric order. `plan_generation`: None before its first plan.
+
+    `owner`: see GroupSummary.
+    """
 
     group: str
     strategy: str | None
     plan_generation: int | None
     members: tuple[MemberDescription, ...]
     partitions: tuple[GroupPartition, ...]
+    owner: str | None
 
     @property
     def lag(self) -> int | None:

@@ -19,7 +19,7 @@ def test_a_group_is_listed_and_described(metamq: Metamq, topic: str) -> None:
     metamq("produce", topic, "a", "b", "c")
     metamq("consume", topic, "-g", topic, "-n", 2)
     listed = metamq("group", "list", "-o", "json").json
-    assert {"group": topic, "members": [], "topics": [topic], "strategy": "range"} in listed
+    assert {"group": topic, "members": [], "topics": [topic], "strategy": "range", "owner": None} in listed
     (found,) = metamq("group", "describe", topic, "-o", "json").json
     assert (found["group"], found["lag"], found["members"]) == (topic, 1, [])
     assert found["partitions"] == [

@@ -538,7 +538,7 @@ def test_the_lag_of_a_group_is_not_known_while_that_of_a_partition_is_not() -> N
     known = GroupPartition("t", "0-0", 2, 0, 5, None, None)
     away = dataclasses.replace(known, start=None, end=None)
     lags = [
-        GroupDescription("g", None, None, (), partitions).lag
+        GroupDescription("g", None, None, (), partitions, None).lag
         for partitions in ((), (known,), (known, dataclasses.replace(away, committed=None)), (known, away))
     ]
     assert lags == [0, 3, None, None]
@@ -577,7 +577,7 @@ def test_a_group_with_its_offsets_in_a_database_tells_how_far_it_is(
 def test_the_lag_where_nothing_is_committed(changes: dict[str, Any], lag: int | None) -> None:
     place = dataclasses.replace(GroupPartition("t", "0-0", None, 2, 7, None, None), **changes)
     assert place.lag == lag
-    assert GroupDescription("g", None, None, (), (place,)).lag == lag
+    assert GroupDescription("g", None, None, (), (place,), None).lag == lag
 
 
 def test_a_group_that_has_not_committed_lags_behind_all_there_is(running: Cluster, admin: Admin, topic: str) -> None:

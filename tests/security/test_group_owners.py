@@ -14,7 +14,7 @@ from metamq import Admin, Consumer, SecurityConfig
 from metamq.client.net.delegating import DelegatedToken
 from metamq.errors import AuthenticationFailed, ConfigError, MetamqError, NotAuthorized
 from metamq.security.certificates import Authority
-from metamq.security.rights import READ
+from metamq.security.rights import ANY_PRINCIPAL, READ
 from metamq.testing import Cluster, cluster
 from metamq.zk.cluster.node_acls import open_groups
 from metamq.zk.nodes import ANY_VERSION
@@ -128,6 +128,11 @@ def test_an_administrator_gives_a_group_to_a_user_with_a_password(
     with pytest.raises(NotAuthorized):
         consume(owned, group, user)
     with owned.admin() as admin:
+        assert admin.groups()[group].owner == "etl"
+        assert admin.set_group_owner(group, "reader") == []
+        assert admin.describe_group(group).owner == "reader"
+        assert admin.set_group_owner(group, ANY_PRINCIPAL) == []
+        assert admin.describe_group(group).owner is None
         assert admin.set_group_owner(group, "reader") == []
     assert consume(owned, group, user) == 0
     with pytest.raises(NotAuthorized):

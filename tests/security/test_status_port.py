@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 import urllib.error
 import urllib.request
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.config import BrokerConfig
+from metamq.broker.front_door.audit import Audit
 from metamq.broker.process.http import guard_of
 from metamq.broker.process.users import KnownUsers
 from metamq.errors import ConfigError
@@ -22,8 +24,14 @@ from tests.security.certificate_folder import secured
 
 
 @pytest.fixture(scope="module")
-def guarded(authority: Authority) -> Iterator[Cluster]:
-    with cluster(security=secured(authority.folder, zookeeper_tls=False), http_tls=True) as running:
+def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("audit") / "audit.log"
+
+
+@pytest.fixture(scope="module")
+def guarded(authority: Authority, audit_log: Path) -> Iterator[Cluster]:
+    security = secured(authority.folder, zookeeper_tls=False)
+    with cluster(security=security, http_tls=True, audit=str(audit_log)) as running:
         yield running
 
 
@@ -46,13 +54,19 @@ def test_health_needs_no_certificate(guarded: Cluster, authority: Authority) -> 
         assert page(guarded, authority.folder, path)[0] == 200
 
 
-def test_metrics_need_a_certificate_with_a_right(guarded: Cluster, authority: Authority, name: str) -> None:
+def test_metrics_need_a_certificate_with_a_right(
+    guarded: Cluster, authority: Authority, name: str, audit_log: Path
+) -> None:
     folder = authority.folder
     assert page(guarded, folder, "/metrics") == (
         403,
         "/metrics needs a certificate with the right `describe cluster`\n",
     )
     assert page(guarded, folder, "/metrics", name)[0] == 403
+    wait_until(lambda: '"what": "/metrics", "allowed": false' in audit_log.read_text(), what="the refusals")
+    lines = [json.loads(line) for line in audit_log.read_text().splitlines()]
+    refused = {(line["principal"], line["peer"]) for line in lines if line["what"] == "/metrics"}
+    assert refused == {("", "127.0.0.1"), (name, "127.0.0.1")}
     with guarded.admin() as admin:
         admin.add_rules("allow", name, "describe", "cluster")
     wait_until(lambda: page(guarded, folder, "/metrics", name)[0] == 200, what="the rule")
@@ -75,4 +89,4 @@ def test_a_certificate_of_another_authority_is_refused(guarded: Cluster, authori
 
 def test_without_certificates_it_is_a_wrong_setting() -> None:
     with pytest.raises(ConfigError, match="http_tls is on, and security is off"):
-        guard_of(BrokerConfig(http_tls=True), None, KnownUsers.__new__(KnownUsers))
+        guard_of(BrokerConfig(http_tls=True), None, KnownUsers.__new__(KnownUsers), Audit(BrokerConfig()))

@@ -75,6 +75,15 @@ def is_open(found: Acl) -> bool:
     return any(one.id.scheme == "world" and one.perms & Permissions.WRITE for one in found)
 
 
+def owner_of(found: Acl) -> str | None:
+    """Returns the principal that a node of a group belongs to; None: each client may change it."""
+    if is_open(found):
+        return None
+    names = [one.id.id.removeprefix("CN=") for one in found if one.id.scheme == "x509"]
+    names += [one.id.id.partition(":")[0] for one in found if one.id.scheme == "digest"]
+    return next((name for name in names if name not in (BROKERS, ADMIN)), ADMIN)
+
+
 def _is_in(path: str, folder: str) -> bool:
     return f"{path}/".startswith(f"{folder}/")
 
