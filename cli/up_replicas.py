@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import shlex
 import signal
@@ -103,9 +104,11 @@ class ReplicaProcess:
         return f"http://{self._place.host}:{self.http_port}/metrics" if self.http_port > 0 else None
 
     def command(self) -> str:
-        """Returns the command that starts the replica again."""
+        """Returns the command that starts the replica again, with the folder of its certificates."""
+        folder = os.environ.get("METAMQ_SECURITY_DIR")
+        variables = f"METAMQ_SECURITY_DIR={shlex.quote(folder)} " if folder else ""
         here = ["--replica", str(self.number), "--port", str(self.port), "--http-port", str(self.http_port)]
-        return shlex.join(["metamq", "broker", *here, "--data", str(self._place.data), *self._settings])
+        return variables + shlex.join(["metamq", "broker", *here, "--data", str(self._place.data), *self._settings])
 
     def wait_ready(self, check: Callable[[], None]) -> None:
         """Waits until the replica serves. Raises MetamqError, with the end of its log, if it ends first; Timeout.

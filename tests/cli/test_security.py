@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
 from metamq import Producer, SecurityConfig
@@ -138,9 +139,9 @@ def test_misuse(offline: Metamq, tmp_path: Path, arguments: tuple[str, ...], pro
 
 @pytest.mark.slow
 def test_up_is_secure_and_stays_so(process: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
-    ports = ("--port", 0, "--broker-port", 0, "--http-port", -1, "--slaves", 0, "--data", tmp_path, "-o", "json")
-    for secure in (["--secure"], []):
-        child = process("up", *secure, *ports)
+    ports = ("--port", 0, "--broker-port", 0, "--http-port", -1, "--data", tmp_path, "-o", "json")
+    for options in (["--secure", "--slaves", 0], ["--slaves", 1]):
+        child = process("up", *options, *ports)
         assert child.stdout is not None
         address = json.loads(child.stdout.readline())["zookeeper"]
         security = SecurityConfig(dir=str(tmp_path / "security"), role="admin")
@@ -148,6 +149,12 @@ def test_up_is_secure_and_stays_so(process: Callable[..., subprocess.Popen[bytes
             assert producer is not None
         with pytest.raises(ConnectError):
             Producer(address)
+        for slave in (one for one in psutil.Process(child.pid).children() if "--replica=1" in one.cmdline()):
+            slave.kill()
+            assert child.stderr is not None
+            again = next(line for line in iter(child.stderr.readline, b"") if line.startswith(b"To start"))
+            command = again.decode().removeprefix("To start it again: ")
+            assert command.startswith(f"METAMQ_SECURITY_DIR={tmp_path}/security metamq broker --replica 1 ")
         child.terminate()
         assert child.wait(SLOW_S) == 0
 
