@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from metamq.client.offsets.offsets_database import DatabaseOffsets as DatabaseOffsets
     from metamq.client.offsets.offsets_file import FileOffsets as FileOffsets
     from metamq.security.config import SecurityConfig as SecurityConfig
+    from metamq.tx.app.aio_dead_letters import DeadLetter as DeadLetter
+    from metamq.tx.app.aio_dead_letters import LetterFilter as LetterFilter
+    from metamq.tx.app.dead_letters import DeadLetterQueue as DeadLetterQueue
     from metamq.tx.app.producer import Producer as Producer
     from metamq.zk.cluster.topics import FlushEvery as FlushEvery
     from metamq.zk.partitions import TopicPartition as TopicPartition
@@ -37,8 +40,11 @@ _HOME = {
     "Admin": "metamq.client.admin.admin",
     "Consumer": "metamq.client.consumer.consumer",
     "DatabaseOffsets": "metamq.client.offsets.offsets_database",
+    "DeadLetter": "metamq.tx.app.aio_dead_letters",
+    "DeadLetterQueue": "metamq.tx.app.dead_letters",
     "FileOffsets": "metamq.client.offsets.offsets_file",
     "FlushEvery": "metamq.zk.cluster.topics",
+    "LetterFilter": "metamq.tx.app.aio_dead_letters",
     "Message": "metamq.client.model",
     "MessageBatch": "metamq.client.fetch.message_batch",
     "Producer": "metamq.tx.app.producer",
@@ -53,8 +59,11 @@ __all__ = [
     "Admin",
     "Consumer",
     "DatabaseOffsets",
+    "DeadLetter",
+    "DeadLetterQueue",
     "FileOffsets",
     "FlushEvery",
+    "LetterFilter",
     "Message",
     "MessageBatch",
     "Producer",

@@ -8,6 +8,7 @@ from metamq.client.model import Message, Receipt, ReceiptRange
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.offsets.offsets_file import FileOffsets
 from metamq.security.config import SecurityConfig
+from metamq.tx.app.aio_dead_letters import DeadLetter, DeadLetterQueue, LetterFilter
 from metamq.tx.app.aio_producer import Producer
 from metamq.zk.cluster.topics import FlushEvery
 from metamq.zk.partitions import TopicPartition
@@ -16,8 +17,11 @@ __all__ = [
     "Admin",
     "Consumer",
     "DatabaseOffsets",
+    "DeadLetter",
+    "DeadLetterQueue",
     "FileOffsets",
     "FlushEvery",
+    "LetterFilter",
     "Message",
     "MessageBatch",
     "Producer",

@@ -131,6 +131,9 @@ class Paths:
     def offset(self, group: str, topic: str, partition: str) -> str:
         return f"{self.offsets(group, topic)}/{partition}"
 
+    def settled_letters(self, group: str) -> str:
+        return f"{self.group(group)}/settled"
+
     def sinks(self) -> str:
         return f"{self.root}/spark"
 

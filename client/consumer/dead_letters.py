@@ -26,6 +26,12 @@ BUFFER_BYTES = 1 << 40
 """Bytes of the producer's buffer. This is no real limit: each handler waits for one message at a time."""
 
 
+ORIGIN_HEADERS = (
+    "metamq-topic", "metamq-partition", "metamq-offset", "metamq-timestamp", "metamq-attempts", "metamq-error",
+)  # fmt: skip
+"""The headers of dead_letter_headers()."""
+
+
 def dead_letter_topic(group: str | None) -> str:
     """Returns the topic for messages that a group gave up. Raises ConfigError without a group."""
     if group is None:

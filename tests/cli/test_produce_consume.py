@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from metamq import TopicPartition
-from metamq.cli.commands.consume import PollingConsumer, Printer
+from metamq.cli.messages.consume import PollingConsumer, Printer
 from metamq.cli.processes import StopSignals
 from metamq.cli.show.message_format import as_raw
 from metamq.testing import Cluster

@@ -290,6 +290,18 @@ def test_ids(producer: Producer[bytes]) -> None:
     assert pickle.loads(pickle.dumps(found)).owner == "somebody"
 
 
+def test_a_transaction_that_another_client_ends_is_over(shop: Shop, producer: Producer[bytes], topic: str) -> None:
+    """The thread may begin another one."""
+    xid = begun(producer, topic)
+    producer.tpc_prepare()
+    with shop.cluster.producer() as other:
+        other.tpc_rollback(xid)
+    with pytest.raises(BranchNotKnown):
+        producer.tpc_commit()
+    begun(producer, topic)
+    producer.tpc_rollback()
+
+
 def test_a_prepare_that_fails_is_rolled_back(shop: Shop, producer: Producer[bytes], topic: str) -> None:
     producer.tpc_begin(new_xid(producer))
     producer.send(topic, b"1", partition="0-0")

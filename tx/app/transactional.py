@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from metamq.client.checks import check_seconds, wrong_type
 from metamq.client.producer.producer_api import Key, ProducerApi, messages_of
 from metamq.client.typevars import T
-from metamq.errors import BranchMisuse, MetamqError
+from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError
 from metamq.tx.app.transactions import OpenTransaction, RecoveredXid, Transactions, misuse, warn_of_unreached
 from metamq.wire.xa import Verb, Xid
 
@@ -205,7 +205,11 @@ class TransactionalProducer(ProducerApi[T]):
         return self._left_after(one, self._transactions.tpc_rollback)
 
     async def _left_after(self, one: OpenTransaction, end: Callable[[OpenTransaction], Awaitable[None]]) -> None:
-        await end(one)
+        try:
+            await end(one)
+        except BranchNotKnown:  # another process has ended it
+            self._leave(one)
+            raise
         self._leave(one)
 
     def _to_recover(self) -> Coroutine[Any, Any, list[RecoveredXid]]:

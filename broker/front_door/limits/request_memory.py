@@ -35,6 +35,7 @@ class Reserver(Protocol):
     @property
     def owner(self) -> str:
         """The principal of its client, or the address of a client that has none."""
+        ...
 
     def granted(self) -> None:
         """Continues with its frame: the memory is reserved."""

@@ -1,0 +1,258 @@
+"""`metamq dlq`: list, show, resend, export, purge the dead letters of groups."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from datetime import datetime
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from metamq.cli.command import Group
+from metamq.cli.context import current
+from metamq.cli.show.message_format import as_json
+from metamq.cli.show.output import (
+    TABLE_OR_JSON,
+    TEXT_OR_JSON,
+    YES,
+    confirm,
+    count,
+    output_option,
+    print_json,
+    print_table,
+    say,
+)
+from metamq.cli.show.progress import progress_bar
+from metamq.cli.show.units import EXISTING_GROUP, TOPIC, Parsed, parse_time
+from metamq.client.consumer.dead_letters import dead_letter_topic
+from metamq.client.model import Message
+from metamq.tx.app.aio_dead_letters import DeadLetter, LetterFilter
+
+if TYPE_CHECKING:
+    from metamq import DeadLetterQueue
+    from metamq.tx.app.aio_dead_letters import LetterSummary
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ERRORS_SHOWN = 3
+TIME = Parsed("time", parse_time)
+
+
+def _filters(command: F) -> F:
+    """Adds the options that select letters."""
+    for option in reversed((
+        click.option("--id", "ids", multiple=True, metavar="ID", help="Only this letter, as `show` names it."),
+        click.option("--error", default="", metavar="TEXT", help="Only letters whose error has this text."),
+        click.option("--key", metavar="KEY", help="Only letters with this key."),
+        click.option("--topic", default="", metavar="TOPIC", help="Only letters from this topic."),
+        click.option("--since", type=TIME, metavar="TIME", help="Only letters given up since then, as -1h."),
+        click.option("--until", type=TIME, metavar="TIME", help="Only letters given up before then."),
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _selected(options: dict[str, Any]) -> LetterFilter:
+    key = options.pop("key")
+    return LetterFilter(key=None if key is None else key.encode(), **options)
+
+
+@click.group(cls=Group)
+def dlq() -> None:
+    """Show, resend, export and purge the messages that groups gave up.
+
+    \b
+    metamq dlq list
+    metamq dlq resend etl --error ConnectionError
+    """
+
+
+@dlq.command("list")
+@click.argument("groups", type=EXISTING_GROUP, nargs=-1)
+@TABLE_OR_JSON
+def list_groups(groups: tuple[str, ...], output: str) -> None:
+    """Count the dead letters of GROUPS, or of all groups. Letters that were sent again or purged do not count.
+
+    \b
+    metamq dlq list
+    metamq dlq list etl -o json | jq '.[0].letters'
+    """
+    if not groups:
+        suffix = dead_letter_topic("")
+        with current().admin() as admin:
+            groups = tuple(name.removesuffix(suffix) for name in sorted(admin.topics()) if name.endswith(suffix))
+    found = []
+    for group in groups:
+        with _queue(group) as queue:
+            found.append(queue.summary())
+    if output == "json":
+        print_json([_summary_json(one) for one in found])
+        return
+    print_table(
+        ["GROUP", "LETTERS", "OLDEST", "NEWEST", "ERRORS"],
+        [[one.group, one.letters, _shown(one.oldest), _shown(one.newest), _errors(one)] for one in found],
+    )
+
+
+@dlq.command()
+@click.argument("group", type=EXISTING_GROUP)
+@_filters
+@click.option("-n", "--count", "most", type=click.IntRange(min=1), help="Show this number of letters at most.")
+@TABLE_OR_JSON
+def show(group: str, most: int | None, output: str, **options: Any) -> None:
+    """Show the dead letters of GROUP: where each comes from, its error, and how often it was tried and sent again.
+
+    \b
+    metamq dlq show etl --since -1h
+    metamq dlq show etl --error Timeout -o json | jq '.[].value'
+    """
+    with _queue(group) as queue:
+        found = list(itertools.islice(queue.letters(_selected(options)), most))
+    if output == "json":
+        print_json([_letter_json(one) for one in found])
+        return
+    print_table(
+        ["ID", "GIVEN UP", "FROM", "KEY", "ATTEMPTS", "RESENT", "ERROR"],
+        [
+            [
+                one.id,
+                _shown(one.given_up),
+                f"{one.topic}/{one.partition} at {one.offset}",
+                None if one.key is None else one.key.decode(errors="replace"),
+                one.attempts,
+                one.resent,
+                one.error,
+            ]
+            for one in found
+        ],
+    )
+
+
+@dlq.command()
+@click.argument("group", type=EXISTING_GROUP)
+@_filters
+@click.option("--to", type=TOPIC, metavar="TOPIC", help="Send them to this topic, not to those that they came from.")
+@YES
+@TEXT_OR_JSON
+def resend(group: str, to: str | None, yes: bool, output: str, **options: Any) -> None:
+    """Send dead letters of GROUP again, each exactly once, to the topics that they came from.
+
+    All groups of these topics receive them. An interrupted resend continues when you repeat it: no letter is lost or
+    doubled.
+
+    \b
+    metamq dlq resend etl
+    metamq dlq resend etl --error ConnectionError --since 2026-11-01 --yes
+    """
+    selected = _selected(options)
+    with _queue(group) as queue:
+        topics = Counter(to or letter.topic for letter in queue.letters(selected))
+        if not topics:
+            _report("resent", 0, group, output)
+            return
+        where = ", ".join(f"{topic} ({number:,})" for topic, number in topics.most_common())
+        confirm([f"Dead letters of {group} to send again: {where}."], yes=yes)
+        with progress_bar("Sending", topics.total()) as advance:
+            sent = queue.resend(selected, to=to, progress=advance)
+    _report("resent", sent, group, output)
+
+
+@dlq.command()
+@click.argument("group", type=EXISTING_GROUP)
+@click.argument("file", type=click.File("wb"))
+@_filters
+@output_option("json")
+def export(group: str, file: IO[bytes], output: str, **options: Any) -> None:
+    """Write dead letters of GROUP to FILE (-: standard output), as `metamq consume -o json` prints their messages.
+
+    \b
+    metamq dlq export etl letters.jsonl
+    metamq dlq export etl - --key customer-7 | jq .value
+    """
+    written = 0
+    with _queue(group) as queue:
+        for letter in queue.letters(_selected(options)):
+            file.write(as_json(_message(letter)))
+            written += 1
+    say(f"{count(written, 'dead letter')} of {group} {'is' if written == 1 else 'are'} in {_name(file)}.")
+
+
+@dlq.command()
+@click.argument("group", type=EXISTING_GROUP)
+@_filters
+@YES
+@TEXT_OR_JSON
+def purge(group: str, yes: bool, output: str, **options: Any) -> None:
+    """Remove dead letters of GROUP from the list without sending them.
+
+    Their data stays in the dead-letter topic until its retention deletes it.
+
+    \b
+    metamq dlq purge etl --until -30d
+    metamq dlq purge etl --id 0-0:17 --yes
+    """
+    selected = _selected(options)
+    with _queue(group) as queue:
+        number = sum(1 for _letter in queue.letters(selected))
+        if not number:
+            _report("purged", 0, group, output)
+            return
+        confirm([f"Dead letters of {group} to purge: {number:,}."], yes=yes)
+        purged = queue.purge(selected)
+    _report("purged", purged, group, output)
+
+
+def _report(done: str, number: int, group: str, output: str) -> None:
+    if output == "json":
+        print_json({"group": group, done: number})
+    elif number:
+        say(f"{count(number, 'dead letter')} of {group} {'is' if number == 1 else 'are'} {done}.")
+    else:
+        say(f"No dead letter of {group} is selected.")
+
+
+def _queue(group: str) -> DeadLetterQueue:
+    from metamq import DeadLetterQueue
+
+    return DeadLetterQueue(group, **current().client())
+
+
+def _message(letter: DeadLetter) -> Message[bytes]:
+    sent_us = int(letter.sent.timestamp() * 1e6)
+    return Message(letter.topic, letter.partition, letter.offset, letter.key, letter.value, letter.headers, sent_us)
+
+
+def _shown(time: datetime | None) -> str | None:
+    return None if time is None else time.astimezone().isoformat(" ", "seconds")
+
+
+def _errors(one: LetterSummary) -> str:
+    return ", ".join(f"{error} ({number:,})" for error, number in list(one.errors.items())[:ERRORS_SHOWN])
+
+
+def _summary_json(one: LetterSummary) -> dict[str, Any]:
+    return {
+        "group": one.group,
+        "letters": one.letters,
+        "oldest": _shown(one.oldest),
+        "newest": _shown(one.newest),
+        "errors": one.errors,
+    }
+
+
+def _letter_json(one: DeadLetter) -> dict[str, Any]:
+    return {
+        "id": one.id,
+        "given_up": _shown(one.given_up),
+        "attempts": one.attempts,
+        "resent": one.resent,
+        "error": one.error,
+        **json.loads(as_json(_message(one))),
+    }
+
+
+def _name(file: IO[bytes]) -> str:
+    return "standard output" if file.name == "<stdout>" else str(file.name)

@@ -1,0 +1,69 @@
+"""`metamq dlq`: the dead letters of a group."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from metamq.client.consumer.dead_letters import dead_letter_headers, dead_letter_topic
+from metamq.client.model import Message
+from metamq.errors import ConnectError
+from metamq.testing import Cluster
+from tests.cli.conftest import Metamq
+
+
+@pytest.fixture
+def group(running: Cluster, topic: str) -> str:
+    """Its two letters are of `topic`."""
+    group = f"g-{topic}"
+    running.create_topic(dead_letter_topic(group), partitions=1)
+    with running.producer() as producer:
+        for number, error in enumerate((ValueError("odd"), ConnectError("the shop", "away"))):
+            message = Message(topic, "0-0", number, b"k", b"v%d" % number, {"h": b"\xff"}, 1_000_000)
+            headers = dead_letter_headers(message, error, 5)
+            producer.send(dead_letter_topic(group), message.value, b"k", headers).result(60)
+    return group
+
+
+def test_letters_are_listed_shown_and_exported(metamq: Metamq, group: str, topic: str, tmp_path: Path) -> None:
+    (found,) = [one for one in metamq("dlq", "list", "-o", "json").json if one["group"] == group]
+    assert (found["letters"], found["errors"]) == (2, {"ValueError": 1, "ConnectError": 1})
+    line = metamq("dlq", "list", group).text.splitlines()[1]
+    assert line.split()[:2] == [group, "2"]
+    assert line.endswith("ValueError (1), ConnectError (1)")
+    (shown,) = metamq("dlq", "show", group, "--error", "the shop", "-o", "json").json
+    assert (shown["id"], shown["topic"], shown["offset"], shown["value"]) == ("0-0:1", topic, 1, "v1")
+    table = metamq("dlq", "show", group, "-n", "1").text.splitlines()
+    assert len(table) == 2
+    assert f"{topic}/0-0 at 0" in table[1]
+    assert table[1].endswith("ValueError: odd")
+    file = tmp_path / "letters.jsonl"
+    assert metamq("dlq", "export", group, str(file)).talk == f"2 dead letters of {group} are in {file}.\n"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(one["topic"], one["value"], one["headers_base64"]) for one in lines] == [
+        (topic, "v0", {"h": "/w=="}),
+        (topic, "v1", {"h": "/w=="}),
+    ]
+    assert metamq("dlq", "export", group, "-", "--key", "other").data == b""
+
+
+def test_letters_are_sent_again_and_purged(metamq: Metamq, group: str, topic: str) -> None:
+    asked = metamq("dlq", "resend", group)
+    assert asked.status == 1
+    assert f"Dead letters of {group} to send again: {topic} (2).\n" in asked.talk
+    done = metamq("dlq", "resend", group, "--id", "0-0:1", "--yes")
+    assert done.talk.endswith(f"1 dead letter of {group} is resent.\n")
+    assert metamq("consume", topic, "-e", "--format", "%v\\n").text == "v1\n"
+    assert metamq("dlq", "purge", group, "--yes").talk.endswith(f"1 dead letter of {group} is purged.\n")
+    for command in ("resend", "purge"):
+        nothing = metamq("dlq", command, group, "--yes")
+        assert (nothing.status, nothing.talk) == (0, f"No dead letter of {group} is selected.\n")
+    assert metamq("consume", topic, "-e", "--format", "%v\\n").text == "v1\n"
+
+
+def test_a_group_without_letters(metamq: Metamq) -> None:
+    done = metamq("dlq", "show", "never-heard-of")
+    assert done.status == 1
+    assert "topic 'never-heard-of.dead-letter' does not exist" in done.talk

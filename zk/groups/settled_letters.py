@@ -1,0 +1,101 @@
+"""The node of a group's settled dead letters: those that were sent again or purged.
+
+    {"topic_id": "...", "settled": {"0-0": [[0, 17], [20, 21]]}, "committing": "1296388436_ZGxx..."}
+
+Ranges are [first, end) of offsets in the dead-letter topic. Changes are made by compare-and-set, so the node decides
+which of two processes settles a letter. `committing` is the transaction that sends the letters of the last change. That
+change is the decision to commit, so the next process that changes the node commits the transaction first.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from metamq.errors import MessageTooLarge
+from metamq.zk.documents import read_document
+from metamq.zk.errors import BadVersion, NodeExists, NoNode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from metamq.zk.session.session import Session
+
+Ranges = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class SettledLetters:
+    """The settled letters of a group, and the version of the node. Version -1: there is no node yet."""
+
+    topic_id: str = ""
+    settled: Mapping[str, Ranges] = field(default_factory=dict)
+    committing: str = ""
+    version: int = -1
+
+    def has(self, partition: str, offset: int) -> bool:
+        """True if this letter is settled."""
+        return any(first <= offset < end for first, end in self.settled.get(partition, ()))
+
+    def of_topic(self, topic_id: str) -> SettledLetters:
+        """Returns this, or nothing settled if it belongs to an earlier topic of the name."""
+        return self if self.topic_id == topic_id else replace(self, topic_id=topic_id, settled={})
+
+    def settle(self, letters: Iterable[tuple[str, int]], *, committing: str) -> SettledLetters:
+        """Returns this with more letters, by partition and offset, and the transaction that sends them."""
+        found = {partition: set(ranges) for partition, ranges in self.settled.items()}
+        for partition, offset in letters:
+            found.setdefault(partition, set()).add((offset, offset + 1))
+        settled = {partition: _joined(sorted(ranges)) for partition, ranges in found.items()}
+        return replace(self, settled=settled, committing=committing)
+
+
+def _joined(ranges: Ranges) -> Ranges:
+    """Returns sorted ranges with adjacent ones as one."""
+    joined: Ranges = []
+    for first, end in ranges:
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((first, end))
+    return joined
+
+
+def _decode(document: dict[str, Any]) -> SettledLetters:
+    settled = {
+        str(partition): [(int(first), int(end)) for first, end in ranges]
+        for partition, ranges in document["settled"].items()
+    }
+    return SettledLetters(str(document["topic_id"]), settled, str(document["committing"]))
+
+
+async def read_settled(session: Session, group: str) -> SettledLetters:
+    """Returns the settled letters. Raises CorruptData, ConnectionLost."""
+    path = session.paths.settled_letters(group)
+    node = await session.get_or_none(path)
+    if node is None:
+        return SettledLetters()
+    hint = "Delete this node with ZooKeeper's own client: then no letter counts as settled."
+    return replace(read_document(f"the settled letters in {path}", node.data, _decode, hint=hint), version=node.version)
+
+
+async def write_settled(session: Session, group: str, settled: SettledLetters) -> SettledLetters | None:
+    """Stores a change of what was read, and returns it with its new version.
+
+    Returns None if another process has changed it since. Raises ConnectionLost, and MessageTooLarge for too many gaps.
+    """
+    path = session.paths.settled_letters(group)
+    document = {"topic_id": settled.topic_id, "settled": settled.settled, "committing": settled.committing}
+    data = json.dumps(document).encode()
+    try:
+        if settled.version < 0:
+            node = await session.create(path, data, makepath=True)
+        else:
+            node = await session.set(path, data, settled.version)
+    except (BadVersion, NodeExists, NoNode):
+        return None
+    except MessageTooLarge as error:
+        error.hint = "The settled letters have too many gaps. Purge or resend all letters up to some time."
+        raise
+    return replace(settled, version=node.version)
