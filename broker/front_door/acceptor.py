@@ -50,8 +50,8 @@ def peer_is_gone(transport: asyncio.Transport) -> bool:
     """True if the kernel knows the end of the peer's stream, also while it is not read. Only Linux says so."""
     if sys.platform != "linux":
         return False
-    state: int = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-    return state in (TCP_CLOSE, TCP_CLOSE_WAIT)
+    sock = transport.get_extra_info("socket")  # None: TLS has ended already
+    return sock is None or sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in (TCP_CLOSE, TCP_CLOSE_WAIT)
 
 
 class Acceptor:

@@ -89,8 +89,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._inflight_bytes = 0
         self._large_bytes = 0
         """The size of the large frame in progress; 0: none."""
-        self._granted = True
-        """True if its memory is reserved."""
+        self._granted = True  # False: its memory is not reserved yet
         self._throttle = Throttle(loop, self._delayed, self._goes_on)
         self._paid: Request | None = None
         """A request whose frame was large: it was counted when the frame began."""
@@ -111,8 +110,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._unpacking: Request | None = None
         """A request with a large header, which is unpacked in a slice."""
         self._broken: ProtocolError | None = None
-        self._ended = False
-        """The end of the stream was sent."""
+        self._ended = False  # True: the end of the stream was sent
         self.principal = ""
         """The name of the client, by its certificate or its login; empty: security is off."""
         self.access = Access("", NO_RULES)
@@ -316,11 +314,13 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if is_done:
             self._user = self._login.user
             self.principal = self._door.users.owner(self._user) or self._user
+            self._is_open()
+        if self._ended:  # its principal has too many connections
+            return
         prefix = producer_prefix(self.principal) if is_done else 0
         proof = self._door.users.zookeeper_proof(self._user) if is_done else ""
         self._write(self._connection.login_answer(step, data, is_done, prefix, proof))
         if is_done:
-            self._is_open()
             self._login.end_at_expiry(self._loop, self.close)
 
     def _work(self) -> None:
@@ -544,7 +544,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         else:
             stalled = self._connection.in_frame and not self._reading_paused and self._received_bytes < STALL_BYTES
         self._received_bytes, self._sent_bytes = 0, sent_bytes
-        if self._reading_paused and peer_is_gone(self._transport):
+        if self._reading_paused and not self._transport.is_closing() and peer_is_gone(self._transport):
             self.abort()
         elif stalled and self._suspect:
             self._drop("has left a request incomplete, or an answer unread, and does not continue")

@@ -275,7 +275,7 @@ async def _certificates(security: SecurityConfig, cluster: ClusterClient) -> Fin
     days = {what: int((end_s - time.time()) // 86_400) for what, end_s in ends_s.items()}
     soon = [f"{what} expires in {count(left, 'day')}" for what, left in days.items() if left < WARN_DAYS]
     if soon:
-        hint = "`metamq security issue NAME` renews one; running processes use it for their next connection."
+        hint = "`metamq security issue NAME` renews a certificate; processes use it for their next connection."
         return Finding("certificates", "warning", "; ".join(soon), hint)
     return Finding("certificates", "ok", f"valid for at least {count(min(days.values()), 'day')}")
 

@@ -57,7 +57,8 @@ def _filters(command: F) -> F:
 
 def _selected(options: dict[str, Any]) -> LetterFilter:
     key = options.pop("key")
-    return LetterFilter(key=None if key is None else key.encode(), **options)
+    ids = options.pop("ids") or None
+    return LetterFilter(ids, key=None if key is None else key.encode(errors="surrogateescape"), **options)
 
 
 @click.group(cls=Group)
@@ -149,20 +150,21 @@ def resend(group: str, to: str | None, yes: bool, output: str, **options: Any) -
     """
     selected = _selected(options)
     with _queue(group) as queue:
-        topics = Counter(to or letter.topic for letter in queue.letters(selected))
+        found = {letter.id: to or letter.topic for letter in queue.letters(selected)}
+        topics = Counter(found.values())
         if not topics:
             _report("resent", 0, group, output)
             return
         where = ", ".join(f"{topic} ({number:,})" for topic, number in topics.most_common())
         confirm([f"Dead letters of {group} to send again: {where}."], yes=yes)
         with progress_bar("Sending", topics.total()) as advance:
-            sent = queue.resend(selected, to=to, progress=advance)
+            sent = queue.resend(LetterFilter(ids=found.keys()), to=to, progress=advance)
     _report("resent", sent, group, output)
 
 
 @dlq.command()
 @click.argument("group", type=EXISTING_GROUP)
-@click.argument("file", type=click.File("wb"))
+@click.argument("file", type=click.File("wb", lazy=False))
 @_filters
 @output_option("json")
 def export(group: str, file: IO[bytes], output: str, **options: Any) -> None:
@@ -196,12 +198,12 @@ def purge(group: str, yes: bool, output: str, **options: Any) -> None:
     """
     selected = _selected(options)
     with _queue(group) as queue:
-        number = sum(1 for _letter in queue.letters(selected))
-        if not number:
+        found = {letter.id for letter in queue.letters(selected)}
+        if not found:
             _report("purged", 0, group, output)
             return
-        confirm([f"Dead letters of {group} to purge: {number:,}."], yes=yes)
-        purged = queue.purge(selected)
+        confirm([f"Dead letters of {group} to purge: {len(found):,}."], yes=yes)
+        purged = queue.purge(LetterFilter(ids=found))
     _report("purged", purged, group, output)
 
 

@@ -39,6 +39,7 @@ NEXT_HOST_S = 1.0
 """Seconds that the client waits for a host if the broker has announced another host, too."""
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
+REFUSALS_MIN = 2
 LOGIN_PAUSE_S = 10.0
 """The pause after a failed login. After many of them, brokers refuse a user even with the right password."""
 KEPT_BYTES = 8 * 1024 * 1024
@@ -389,8 +390,8 @@ class Connections:
         self._opening: dict[_Place, asyncio.Task[BrokerConnection]] = {}
         self._pause_s: dict[_Place, float] = {}
         self._closed = False
-        self.was_accepted = False
-        """True once a broker has accepted this client."""
+        self._refusals = 0
+        self._was_accepted = False
 
     async def get(self, at: BrokerAddress, *, purpose: str = "") -> BrokerConnection:
         """Returns the connection to a broker. Callers may repeat the call at once: this method pauses between attempts.
@@ -420,6 +421,7 @@ class Connections:
             connection = await BrokerConnection.open(host, port, security=self._security)
         except AuthenticationFailed:
             self._pause_s[place] = LOGIN_PAUSE_S
+            self._refusals += 1
             raise
         if connection.greeting.broker_id != broker_id:
             connection.abort()
@@ -430,8 +432,14 @@ class Connections:
         del self._opening[place]
         if not task.cancelled() and task.exception() is None:
             self._pause_s.pop(place, None)
-            self.was_accepted = True
+            self._was_accepted = True
             self._open[place] = task.result()
+
+    @property
+    def is_rejected(self) -> bool:
+        """True if brokers rejected each login of this client. One rejection is not enough: a broker may not know a new
+        user yet. A client that was accepted before may have a password in renewal."""
+        return not self._was_accepted and self._refusals >= REFUSALS_MIN
 
     @property
     def delayed_s(self) -> float:

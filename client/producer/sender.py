@@ -180,8 +180,8 @@ class BrokerSender:
             self._connection = await self._sender.cluster.connection(self.broker_id)
         except MetamqError as error:
             self.last_error = error  # the tick tries again; the connections have their own pauses
-            if isinstance(error, AuthenticationFailed) and not self._sender.cluster.connections.was_accepted:
-                self._fail_waiting(error)  # else a password or certificate may be in renewal
+            if isinstance(error, AuthenticationFailed) and self._sender.cluster.connections.is_rejected:
+                self._fail_waiting(error)
         self._connecting = None
         if self._connection is not self._last_connection:
             self._last_connection = self._connection
@@ -193,6 +193,7 @@ class BrokerSender:
         for queue in list(self._ready):
             while queue.waiting:
                 self._sender.settle(queue, queue.waiting[0], error)
+        self._ready.clear()
 
     def _send_one(self, connection: BrokerConnection) -> bool:
         """Sends one PUT. Returns False if no batch may be sent."""

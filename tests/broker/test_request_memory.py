@@ -117,7 +117,7 @@ def test_everybody_gets_a_turn_and_nobody_too_much(seed: int, sizes: list[int], 
         assert memory.used_bytes == sum(one.size for one in there if one.has) <= 100
         for owner in {one.owner for one in there}:
             held = [one.size for one in there if one.has and one.owner == owner]
-            assert len(held) < 2 or sum(held) <= 50
+            assert sum(held) <= 50 or max(held) > 50
             assert held or memory.scarce, "an owner that has nothing waits for the budget only"
         assert memory.waiting == sum(not one.has for one in there)
         assert not there or any(one.has for one in there), "whoever is in line waits for somebody who has memory"

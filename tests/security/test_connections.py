@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from metamq import SecurityConfig
 from metamq.client.net.blocking_connection import BlockingConnection
-from metamq.errors import ConnectError
+from metamq.errors import AuthenticationFailed, ConnectError
 from metamq.security.certificates import Authority
 from metamq.security.tls import client_security
 from metamq.testing import Cluster
@@ -14,28 +17,41 @@ from tests.parts import SLOW_S, wait_until
 from tests.security.certificate_folder import client_of, secured
 
 
-def connect(running: Cluster, authority: Authority, name: str) -> BlockingConnection:
-    security = client_security(client_of(authority.folder, name)).brokers
-    return BlockingConnection.open("127.0.0.1", running.broker.port, security=security, timeout_s=SLOW_S)
+def connect(running: Cluster, security: SecurityConfig) -> BlockingConnection:
+    brokers = client_security(security).brokers
+    return BlockingConnection.open("127.0.0.1", running.broker.port, security=brokers, timeout_s=SLOW_S)
 
 
-def test_one_principal_leaves_connections_to_others(authority: Authority, name: str) -> None:
+@pytest.mark.parametrize("by_password", [False, True])
+def test_one_principal_leaves_connections_to_others(
+    authority: Authority, name: str, tmp_path: Path, by_password: bool
+) -> None:
     authority.issue("other")
-    security = secured(authority.folder, zookeeper_tls=False)
-    with cluster(security=security, connections_max=30, connections_per_principal_max=2) as running:
-        kept = [connect(running, authority, name) for _ in range(2)]
+    secure = secured(authority.folder, zookeeper_tls=False)
+    with cluster(security=secure, connections_max=30, connections_per_principal_max=2) as running:
+        security = client_of(authority.folder, name)
+        if by_password:
+            password = tmp_path / "password"
+            password.write_text("right one")
+            with running.admin() as admin:
+                admin.set_user(name, "right one")
+            ca = str(authority.folder / "ca.crt")
+            security = SecurityConfig(ca=ca, user=name, password_file=str(password), zookeeper_tls=False)
+        wait_until(lambda: is_known(running, security), what="the user")
+        kept = [connect(running, security) for _ in range(2)]
         with pytest.raises(
             ConnectError, match=f"busy: '{name}' has 2 connections already, the limit for one"
         ) as caught:
-            connect(running, authority, name)
+            connect(running, security)
         assert caught.value.retriable
         assert "connections_per_principal_max" in caught.value.hint
-        others = [connect(running, authority, each) for each in ("other", "other", "admin", "admin", "admin")]
+        names = ("other", "other", "admin", "admin", "admin")
+        others = [connect(running, client_of(authority.folder, each)) for each in names]
         kept.pop().abort()
 
         def is_served() -> bool:
             try:
-                kept.append(connect(running, authority, name))
+                kept.append(connect(running, security))
             except ConnectError:
                 return False
             return True
@@ -43,3 +59,11 @@ def test_one_principal_leaves_connections_to_others(authority: Authority, name: 
         wait_until(is_served, what="a place for another connection")
         for connection in (*kept, *others):
             connection.abort()
+
+
+def is_known(running: Cluster, security: SecurityConfig) -> bool:
+    try:
+        connect(running, security).abort()
+    except AuthenticationFailed:
+        return False
+    return True

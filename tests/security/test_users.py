@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from metamq import Admin, Consumer, Producer, SecurityConfig
+from metamq.client.net import transport
 from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import AuthenticationFailed, ConnectError, NotAuthorized
@@ -94,8 +95,11 @@ def works(running: Cluster, folder: Path, user: str, password: str) -> bool:
     return False
 
 
-def test_a_producer_with_a_wrong_password_fails_at_once(secure: Cluster, folder: Path) -> None:
+def test_a_producer_with_a_wrong_password_fails_soon(
+    secure: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its messages do not wait for `delivery_timeout_s`: no broker has ever accepted this client."""
+    monkeypatch.setattr(transport, "LOGIN_PAUSE_S", 0.5)
     with Producer(secure.zookeeper, security=of_user(folder, "etl", "wrong"), delivery_timeout_s=3600) as producer:
         sent = [producer.send("first", b"x") for _ in range(3)]
         for delivery in sent:

@@ -20,7 +20,7 @@ import pytest
 from metamq import DeadLetter, DeadLetterQueue, LetterFilter, aio
 from metamq.client.consumer.dead_letters import dead_letter_headers, dead_letter_topic
 from metamq.client.model import Message
-from metamq.errors import ConfigError, ConnectError, MetamqError, TopicNotFound
+from metamq.errors import ConfigError, ConnectError, NotAuthorized, TopicNotFound
 from metamq.testing import Cluster
 from metamq.tx.app import aio_dead_letters
 from metamq.zk.groups.settled_letters import SettledLetters
@@ -89,6 +89,7 @@ LETTER = DeadLetter("0-0:7", datetime(2026, 11, 1, tzinfo=UTC), "t", "0-0", 1, d
         (LetterFilter(), True),
         (LetterFilter(ids=["0-0:7"]), True),
         (LetterFilter(ids=["0-0:8"]), False),
+        (LetterFilter(ids=[]), False),
         (LetterFilter(error="odd"), True),
         (LetterFilter(error="even"), False),
         (LetterFilter(key=b"k"), True),
@@ -292,9 +293,86 @@ def test_asyncio(running: Cluster, group: str) -> None:
     assert values(running, topic) == [0, 1]
 
 
-def test_something_else_in_the_topic_is_named(running: Cluster, group: str, queue: DeadLetterQueue) -> None:
-    give_up(running, group, 1)
+def test_messages_that_are_no_letters_are_passed_over(running: Cluster, group: str, queue: DeadLetterQueue) -> None:
+    topic = give_up(running, group, 1)
     with running.producer() as producer:
         producer.send(dead_letter_topic(group), b"sent by hand")
-    with pytest.raises(MetamqError, match=f"the message in {group}.dead-letter/0-0 at offset 1 is no dead letter"):
-        queue.summary()
+    assert (queue.summary().letters, queue.resend()) == (1, 1)
+    assert values(running, topic) == [0]
+    with pytest.raises(ConfigError, match="is a dead-letter topic"):
+        queue.resend(to=dead_letter_topic(group))
+
+
+def test_letters_that_come_during_a_call_are_left_to_the_next(
+    running: Cluster, group: str, queue: DeadLetterQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of listeners that still fail: else one call would send the same messages again and again."""
+    topic = give_up(running, group, 6)
+    monkeypatch.setattr(aio_dead_letters, "CHUNK_LETTERS", 2)
+
+    def fail_again(_count: int) -> None:
+        give_up_again()
+
+    with running.producer() as producer:
+
+        def give_up_again() -> None:
+            message = Message(topic, "0-0", 0, None, b"99", {}, 0)
+            producer.send(dead_letter_topic(group), b"99", None, dead_letter_headers(message, ValueError("x"), 1))
+
+        assert queue.resend(progress=fail_again) == 6
+    assert [letter.value for letter in queue.letters()] == [b"99"] * 3
+
+
+def test_a_change_that_is_refused_leaves_nothing_prepared(
+    running: Cluster, group: str, queue: DeadLetterQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = give_up(running, group, 3)
+
+    async def refuse(*_arguments: Any) -> Any:
+        raise NotAuthorized("etl", "write", "znode")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(aio_dead_letters, "write_settled", refuse)
+        with pytest.raises(NotAuthorized):
+            queue.resend()
+    with running.producer() as producer:
+        assert [xid for xid in producer.tpc_recover() if xid.gtrid.startswith(b"letters-")] == []
+    assert (queue.resend(), values(running, topic)) == (3, [0, 1, 2])
+
+
+def test_a_cancelled_call_is_repeated_in_the_same_task(
+    running: Cluster, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = give_up(running, group, 3)
+
+    async def hang(*_arguments: Any) -> Any:
+        await asyncio.sleep(SLOW_S)
+
+    async def resend() -> int:
+        async with aio.DeadLetterQueue(group, running.zookeeper) as queue:
+            with monkeypatch.context() as patched:
+                patched.setattr(aio_dead_letters, "write_settled", hang)
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(2):
+                        await queue.resend()
+            return await queue.resend()
+
+    assert asyncio.run(resend()) == 3
+    assert values(running, topic) == [0, 1, 2]
+
+
+def test_settled_ranges() -> None:
+    settled = SettledLetters("id").settle([("0-0", n) for n in (1, 2, 5, 7)], committing="x")
+    assert settled.settled == {"0-0": [(1, 3), (5, 6), (7, 8)]}
+    assert [n for n in range(9) if settled.has("0-0", n)] == [1, 2, 5, 7]
+    assert not settled.has("0-1", 1)
+    assert settled.of_topic("id", {"0-0": 6}).settled == {"0-0": [(0, 6), (7, 8)]}
+    assert settled.of_topic("id", {"0-0": 0}) == settled
+    other = settled.of_topic("another", {})
+    assert (other.topic_id, other.settled, other.committing) == ("another", {}, "x")
+
+
+@pytest.mark.parametrize("ids", ["0-0:7", 7])
+def test_ids_are_a_collection(ids: Any) -> None:
+    with pytest.raises((ConfigError, TypeError)):
+        LetterFilter(ids=ids).selects(LETTER)

@@ -14,22 +14,29 @@ once. If two processes resend at a time, one loses the compare-and-set, rolls ba
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
+import logging
+import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
-from metamq.client.admin.admin_topics import describe_topic
+from metamq.client.admin.admin_brokers import ask_offsets
+from metamq.client.checks import wrong_type
 from metamq.client.consumer.aio_consumer import Consumer
 from metamq.client.consumer.dead_letters import ORIGIN_HEADERS, dead_letter_topic
 from metamq.client.settings import cluster_access
-from metamq.errors import BranchNotKnown, ConfigError
+from metamq.errors import BranchNotKnown, ConfigError, MetamqError, NotAuthorized
 from metamq.tx.app.aio_producer import Producer
+from metamq.wire.commands import LATEST
 from metamq.wire.xa import Xid
 from metamq.zk.groups.settled_letters import SettledLetters, read_settled, write_settled
+from metamq.zk.names import DEAD_LETTER_SUFFIX
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -37,12 +44,17 @@ if TYPE_CHECKING:
     from metamq.client.model import Message
     from metamq.client.net.cluster import ClusterClient
     from metamq.security.config import SecurityConfig
+    from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.client")
 
 CHUNK_LETTERS = 1000
 CHUNK_BYTES = 4 * 1024 * 1024
 """A transaction ends at either of them."""
 IDLE_S = 10.0
 """Seconds without a letter after which reading ends, for letters that retention has deleted meanwhile."""
+PAUSE_S = 0.3
+"""The longest pause after a change by another process: so two do not end one another's transactions for long."""
 RESENT = "metamq-resent"
 """The header of a message that was sent again: how often. A new dead letter of it keeps the header."""
 
@@ -76,7 +88,7 @@ class LetterFilter:
     `error` is a part of the error's text. `since` and `until` (exclusive) are times of the last attempt, aware.
     """
 
-    ids: Collection[str] = ()
+    ids: Collection[str] | None = None
     error: str = ""
     key: bytes | None = None
     topic: str = ""
@@ -84,6 +96,8 @@ class LetterFilter:
     until: datetime | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.ids, str):
+            raise wrong_type("`ids`", "a collection of ids", self.ids)
         for time in (self.since, self.until):
             if time is not None and time.tzinfo is None:
                 raise ConfigError(f"the time {time} has no time zone", hint="Use datetime.now(UTC), for example.")
@@ -91,7 +105,7 @@ class LetterFilter:
     def selects(self, letter: DeadLetter) -> bool:
         """True if the letter is selected."""
         return (
-            (not self.ids or letter.id in self.ids)
+            (self.ids is None or letter.id in self.ids)
             and self.error.lower() in letter.error.lower()
             and (self.key is None or self.key == letter.key)
             and (not self.topic or self.topic == letter.topic)
@@ -111,8 +125,8 @@ class LetterSummary:
     errors: dict[str, int]
 
 
-def letter_of(message: Message[bytes]) -> DeadLetter:
-    """Returns the letter in a message of a dead-letter topic. Raises ConfigError if it is none."""
+def letter_of(message: Message[bytes]) -> DeadLetter | None:
+    """Returns the letter in a message of a dead-letter topic; None if a client sent another message there."""
     given = message.headers
     try:
         return DeadLetter(
@@ -129,9 +143,8 @@ def letter_of(message: Message[bytes]) -> DeadLetter:
             message.value,
             {name: value for name, value in given.items() if name not in (*ORIGIN_HEADERS, RESENT)},
         )
-    except (KeyError, ValueError) as error:
-        place = f"{message.topic}/{message.partition} at offset {message.offset}"
-        raise ConfigError(f"the message in {place} is no dead letter: {error!r}", hint="Who sent it there?") from None
+    except (KeyError, ValueError, OverflowError):
+        return None
 
 
 def _time(timestamp_us: int) -> datetime:
@@ -141,7 +154,8 @@ def _time(timestamp_us: int) -> datetime:
 class DeadLetterQueue:
     """The dead letters of a group. `zookeeper`, `root`, `config` and `security`: see metamq.Admin.
 
-    Raises ConnectError if ZooKeeper cannot be reached, and TopicNotFound if the group never gave a message up.
+    Its methods raise ConnectError if ZooKeeper or a broker cannot be reached, and TopicNotFound if the group never gave
+    a message up. Messages that are no dead letters are passed over. One call at a time.
     """
 
     def __init__(
@@ -155,8 +169,9 @@ class DeadLetterQueue:
     ) -> None:
         self.group: str = group
         self.topic: str = dead_letter_topic(group)
-        self._access = cluster_access(zookeeper, root, config, security)
-        self._producer = Producer[bytes](self._access.zookeeper, root=self._access.root, security=self._access.security)
+        zookeeper, root, security = cluster_access(zookeeper, root, config, security)
+        self._access: dict[str, Any] = {"zookeeper": zookeeper, "root": root, "security": security, "config": config}
+        self._producer = Producer[bytes](**self._access)
         self._prefix = b"letters-" + hashlib.sha256(group.encode()).digest()[:16]
 
     async def open(self) -> Self:
@@ -181,7 +196,7 @@ class DeadLetterQueue:
         return self._producer._core.cluster
 
     async def summary(self) -> LetterSummary:
-        """Returns what waits."""
+        """Returns a summary of the letters that are not settled."""
         letters, times, errors = 0, list[datetime](), Counter[str]()
         async for letter in self.letters():
             letters += 1
@@ -192,9 +207,10 @@ class DeadLetterQueue:
 
     async def letters(self, selected: LetterFilter = LetterFilter()) -> AsyncGenerator[DeadLetter, None]:
         """Yields the letters that are not settled, up to the present end of the topic."""
-        _described, settled = await self._state()
-        async for letter in self._read(settled, selected):
-            yield letter
+        settled, ends = await self._state()
+        async with contextlib.aclosing(self._read(settled, ends, selected)) as reading:
+            async for letter in reading:
+                yield letter
 
     async def resend(
         self,
@@ -203,125 +219,151 @@ class DeadLetterQueue:
         to: str | None = None,
         progress: Callable[[int], None] = lambda count: None,
     ) -> int:
-        """Sends letters again, each exactly once, and returns their number.
+        """Sends the letters that are there now, each exactly once, and returns their number.
 
         They go to the topics that they came from, or to the topic `to`, with their key, value and headers, and the
-        header `metamq-resent`. `progress` gets the number of each transaction. Interrupted, it continues when called
-        again. Raises TopicNotFound for a topic that is gone.
+        header `metamq-resent`. `progress` gets the number of each transaction; it must not block. After an interrupt or
+        an error the next call continues. Raises TopicNotFound for a topic that does not exist any more.
         """
-        count = 0
-        while True:
-            settled = await self._recover()
-            chunk, is_last = await self._next_chunk(settled, selected)
-            if not chunk:
-                return count
+        if to is not None and to.endswith(DEAD_LETTER_SUFFIX):
+            raise ConfigError(f"{to!r} is a dead-letter topic: its messages get their headers from listeners")
+        settled, ends = await self._recover()
+        begin, count = dict[str, int](), 0
+        while chunk := await self._next_chunk(settled, ends, begin, selected):
             if await self._resend_chunk(settled, chunk, to):
                 count += len(chunk)
                 progress(len(chunk))
-                if is_last:
-                    await self._recover()
-                    return count
+                begin.update((partition, offset + 1) for partition, offset in map(_place, chunk))
+            else:  # another process settles letters, too
+                await asyncio.sleep(random.uniform(0, PAUSE_S))
+            settled, _ends = await self._recover()
+        return count
 
     async def purge(self, selected: LetterFilter = LetterFilter()) -> int:
-        """Settles letters without sending them, and returns their number. Retention deletes them from the topic."""
+        """Settles the letters that are there now without sending them, and returns their number. Retention deletes them
+        from the topic."""
+        settled, ends = await self._recover()
         while True:
-            settled = await self._recover()
-            found = [_place(letter.id) async for letter in self._read(settled, selected)]
+            async with contextlib.aclosing(self._read(settled, ends, selected)) as reading:
+                found = [_place(letter) async for letter in reading]
             if not found or await write_settled(self._session, self.group, settled.settle(found, committing="")):
                 return len(found)
+            settled, _ends = await self._recover()
 
     @property
-    def _session(self) -> Any:
+    def _session(self) -> Session:
         return self._cluster.session
 
-    async def _state(self) -> tuple[dict[str, int], SettledLetters]:
-        """Returns the ends of the partitions of the topic, and its settled letters."""
-        described = await describe_topic(self._cluster, self.topic)
-        silent = [one for one in described.partitions if one.stable_offset is None]
-        if silent:
-            raise ConfigError(f"{self.topic}/{silent[0].partition} does not answer: {silent[0].problem}")
-        filled = (one for one in described.partitions if one.stable_offset != one.start_offset)
-        ends = {one.partition: one.stable_offset or 0 for one in filled}
+    async def _state(self) -> tuple[SettledLetters, dict[str, int]]:
+        """Returns the settled letters, and the present ends of the partitions that have messages."""
+        config = await self._cluster.topics.get(self.topic)
+        starts, ends = dict[str, int](), dict[str, int]()
+        found = await ask_offsets(self._cluster, dict.fromkeys(config.topic_partitions, (config.id, LATEST)))
+        for tp, answer in found.items():
+            if isinstance(answer, MetamqError):
+                raise answer
+            starts[tp.partition] = answer.start_offset
+            if answer.stable_offset > answer.start_offset:
+                ends[tp.partition] = answer.stable_offset
         settled = await read_settled(self._session, self.group)
-        return ends, settled.of_topic(described.config.id)
+        return settled.of_topic(config.id, starts), ends
 
-    async def _read(self, settled: SettledLetters, selected: LetterFilter) -> AsyncGenerator[DeadLetter, None]:
-        ends, _settled = await self._state()
-        if not ends:
+    async def _read(
+        self,
+        settled: SettledLetters,
+        ends: Mapping[str, int],
+        selected: LetterFilter,
+        begin: Mapping[str, int] = MappingProxyType({}),
+    ) -> AsyncGenerator[DeadLetter, None]:
+        """Yields letters from the offsets `begin` to `ends`, by partition."""
+        left = {partition: end for partition, end in ends.items() if begin.get(partition, 0) < end}
+        if not left:
             return
-        zookeeper, root, security = self._access
-        async with Consumer(
-            zookeeper, topics=[self.topic], start="earliest", idle_timeout_s=IDLE_S, root=root, security=security
-        ) as consumer:
+        async with Consumer(topics=[self.topic], start="earliest", idle_timeout_s=IDLE_S, **self._access) as consumer:
+            for partition in left.keys() & begin.keys():
+                await consumer.seek((self.topic, partition), begin[partition])
             async for message in consumer:
-                if message.partition in ends and message.offset < ends[message.partition]:
+                end = left.get(message.partition, 0)
+                if message.offset < end and not settled.has(message.partition, message.offset):
                     letter = letter_of(message)
-                    if not settled.has(message.partition, message.offset) and selected.selects(letter):
+                    if letter is not None and selected.selects(letter):
                         yield letter
-                if message.offset >= ends.get(message.partition, 0) - 1:
-                    ends.pop(message.partition, None)
-                if not ends:
+                if message.offset >= end - 1:
+                    left.pop(message.partition, None)
+                if not left:
                     return
 
-    async def _next_chunk(self, settled: SettledLetters, selected: LetterFilter) -> tuple[list[DeadLetter], bool]:
-        """Returns the letters of the next transaction, and if they are the last ones."""
+    async def _next_chunk(
+        self, settled: SettledLetters, ends: Mapping[str, int], begin: Mapping[str, int], selected: LetterFilter
+    ) -> list[DeadLetter]:
+        """Returns the letters of the next transaction."""
         chunk, size = list[DeadLetter](), 0
-        reading = self._read(settled, selected)
-        async with contextlib.aclosing(reading):
+        async with contextlib.aclosing(self._read(settled, ends, selected, begin)) as reading:
             async for letter in reading:
-                if chunk and (len(chunk) == CHUNK_LETTERS or size + len(letter.value) > CHUNK_BYTES):
-                    return chunk, False
+                size += len(letter.value) + len(letter.key or b"") + sum(map(len, letter.headers.values()))
+                if chunk and (len(chunk) == CHUNK_LETTERS or size > CHUNK_BYTES):
+                    break
                 chunk.append(letter)
-                size += len(letter.value)
-        return chunk, True
+        return chunk
 
     async def _resend_chunk(self, settled: SettledLetters, chunk: list[DeadLetter], to: str | None) -> bool:
         """Sends letters in a transaction. Returns False if another process has changed the settled letters.
 
-        After any other error before the decision nothing is sent; after it, the next call commits.
+        After another error the transaction is rolled back, or prepared: then the next call of resend() ends it.
         """
         for topic in {to or letter.topic for letter in chunk}:
             await self._cluster.topic(topic)  # before anything is sent
+        if (await self._cluster.topics.get(self.topic)).id != settled.topic_id:
+            return False  # created again: these are letters of the former topic
         producer, xid = self._producer, Xid.random(self._prefix)
-        await producer.tpc_begin(xid)
         try:
-            for letter in chunk:
-                headers = {**letter.headers, RESENT: b"%d" % (letter.resent + 1)}
-                producer.send(to or letter.topic, letter.value, letter.key, headers)
-                await producer.drain()
-            await producer.tpc_prepare()
-        except BaseException:
-            await producer.tpc_rollback()
-            raise
-        places = [_place(letter.id) for letter in chunk]
-        decided = await write_settled(self._session, self.group, settled.settle(places, committing=xid.whole))
-        with contextlib.suppress(BranchNotKnown):  # another process has ended it meanwhile, as the node says
-            await (producer.tpc_rollback() if decided is None else producer.tpc_commit())
+            await producer.tpc_begin(xid)
+            try:
+                for letter in chunk:
+                    headers = {**letter.headers, RESENT: b"%d" % (letter.resent + 1)}
+                    producer.send(to or letter.topic, letter.value, letter.key, headers)
+                    await producer.drain()
+                await producer.tpc_prepare()
+                settled = settled.settle(map(_place, chunk), committing=xid.whole)
+                decided = await write_settled(self._session, self.group, settled)
+            except MetamqError as error:
+                if error.outcome == "not_done":  # else the decision may be made
+                    await producer.tpc_rollback()
+                raise
+            with contextlib.suppress(BranchNotKnown):  # another process has ended it meanwhile, as the node says
+                await (producer.tpc_rollback() if decided is None else producer.tpc_commit())
+        finally:
+            producer._abandon()
         return decided is not None
 
-    async def _recover(self) -> SettledLetters:
-        """Ends the transactions that earlier calls have left, and returns the settled letters then."""
+    async def _recover(self) -> tuple[SettledLetters, dict[str, int]]:
+        """Ends the transactions that earlier calls have left; returns what _state() returns then."""
+        producer = self._producer
         while True:
-            _ends, settled = await self._state()
-            left = [xid for xid in await self._producer.tpc_recover() if xid.gtrid.startswith(self._prefix)]
+            settled, ends = await self._state()
+            if settled.committing:
+                with contextlib.suppress(BranchNotKnown):  # it is committed
+                    await producer.tpc_commit(Xid.parse(settled.committing))
+            left = [xid for xid in await producer.tpc_recover() if xid.gtrid.startswith(self._prefix)]
             if not left and not settled.committing:
-                return settled
-            for xid in left:
-                if xid.whole == settled.committing:
-                    await self._end(self._producer.tpc_commit, xid)
+                return settled, ends
             changed = await write_settled(self._session, self.group, replace(settled, committing=""))
             if changed is None:
                 continue
-            for xid in left:
-                if xid.whole != settled.committing:
-                    await self._end(self._producer.tpc_rollback, xid)
-            return changed
+            for xid in left:  # they cannot be decided any more
+                await self._roll_back(xid)
+            return changed, ends
 
-    async def _end(self, end: Callable[[Xid], Any], xid: Xid) -> None:
-        with contextlib.suppress(BranchNotKnown):  # another process has ended it meanwhile
-            await end(xid)
+    async def _roll_back(self, xid: Xid) -> None:
+        try:
+            await self._producer.tpc_rollback(xid)
+        except BranchNotKnown as error:
+            if error.finished:  # it was decided, before the group and its node were deleted
+                await self._producer.tpc_commit(xid)
+        except NotAuthorized as error:
+            log.warning("transaction %s stays prepared: %s. `metamq tx rollback` ends it", xid.whole, error)
 
 
-def _place(letter_id: str) -> tuple[str, int]:
-    partition, _, offset = letter_id.rpartition(":")
+def _place(letter: DeadLetter) -> tuple[str, int]:
+    partition, _, offset = letter.id.rpartition(":")
     return partition, int(offset)

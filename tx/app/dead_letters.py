@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Self
 
@@ -44,7 +45,8 @@ class DeadLetterQueue:
             while (letter := self._background.run(anext(found, None))) is not None:
                 yield letter
         finally:
-            self._background.run(found.aclose())
+            with contextlib.suppress(RuntimeError):  # after Ctrl-C it ends by itself
+                self._background.run(found.aclose())
 
     def resend(
         self,
@@ -53,8 +55,7 @@ class DeadLetterQueue:
         to: str | None = None,
         progress: Callable[[int], None] = lambda count: None,
     ) -> int:
-        """See metamq.aio.DeadLetterQueue.resend. Ctrl-C ends it between two transactions, or leaves one to the next
-        call."""
+        """See metamq.aio.DeadLetterQueue.resend. After Ctrl-C, repeat it: the next call ends an open transaction."""
         return self._background.run(self._queue.resend(selected, to=to, progress=progress))
 
     def purge(self, selected: LetterFilter = ALL) -> int:

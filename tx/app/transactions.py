@@ -171,8 +171,11 @@ class Transactions:
         """Commits it, prepared or not. Raises OutcomeUnknown: the caller must commit a prepared transaction again; for
         one that is not prepared the brokers find the outcome. After any other error it is rolled back."""
         if one.prepared is not None:
-            for error in await one.work.commit():
-                raise error
+            if errors := await one.work.commit():
+                open_ones = [error for error in errors if not isinstance(error, BranchNotKnown)]
+                if not open_ones:  # another client has ended it
+                    one.outbox.end(errors[0])
+                raise (open_ones or errors)[0]
             one.outbox.end(None)
             return
         try:

@@ -10,10 +10,12 @@ change is the decision to commit, so the next process that changes the node comm
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from metamq.errors import MessageTooLarge
+from metamq.errors import ConfigError, MessageTooLarge
 from metamq.zk.documents import read_document
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
 
@@ -36,11 +38,19 @@ class SettledLetters:
 
     def has(self, partition: str, offset: int) -> bool:
         """True if this letter is settled."""
-        return any(first <= offset < end for first, end in self.settled.get(partition, ()))
+        ranges = self.settled.get(partition, ())
+        place = bisect_right(ranges, offset, key=itemgetter(0)) - 1
+        return place >= 0 and offset < ranges[place][1]
 
-    def of_topic(self, topic_id: str) -> SettledLetters:
-        """Returns this, or nothing settled if it belongs to an earlier topic of the name."""
-        return self if self.topic_id == topic_id else replace(self, topic_id=topic_id, settled={})
+    def of_topic(self, topic_id: str, starts: Mapping[str, int]) -> SettledLetters:
+        """Returns this, or nothing settled if it belongs to an earlier topic of the name. Below `starts`, the first
+        offsets of the partitions, everything counts as settled: so gaps disappear with their letters."""
+        if self.topic_id != topic_id:
+            return replace(self, topic_id=topic_id, settled={})
+        settled = {
+            partition: _joined([(0, starts.get(partition, 0)), *ranges]) for partition, ranges in self.settled.items()
+        }
+        return replace(self, settled=settled)
 
     def settle(self, letters: Iterable[tuple[str, int]], *, committing: str) -> SettledLetters:
         """Returns this with more letters, by partition and offset, and the transaction that sends them."""
@@ -52,9 +62,11 @@ class SettledLetters:
 
 
 def _joined(ranges: Ranges) -> Ranges:
-    """Returns sorted ranges with adjacent ones as one."""
+    """Returns ranges that are sorted by their first offsets, with adjacent ones as one, and without empty ones."""
     joined: Ranges = []
     for first, end in ranges:
+        if first == end:
+            continue
         if joined and first <= joined[-1][1]:
             joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
@@ -83,16 +95,20 @@ async def read_settled(session: Session, group: str) -> SettledLetters:
 async def write_settled(session: Session, group: str, settled: SettledLetters) -> SettledLetters | None:
     """Stores a change of what was read, and returns it with its new version.
 
-    Returns None if another process has changed it since. Raises ConnectionLost, and MessageTooLarge for too many gaps.
+    Returns None if another process has changed it since. Raises ConnectionLost, MessageTooLarge for too many gaps, and
+    ConfigError for a group that has no owner yet: the owner of the new node would be this client.
     """
     path = session.paths.settled_letters(group)
     document = {"topic_id": settled.topic_id, "settled": settled.settled, "committing": settled.committing}
     data = json.dumps(document).encode()
     try:
-        if settled.version < 0:
+        if settled.version >= 0:
+            node = await session.set(path, data, settled.version)
+        elif session.security.zookeeper is None or await session.exists(session.paths.group(group)):
             node = await session.create(path, data, makepath=True)
         else:
-            node = await session.set(path, data, settled.version)
+            hint = "Start a consumer of the group once: then the group belongs to its user."
+            raise ConfigError(f"the group {group!r} has no node in ZooKeeper", hint=hint)
     except (BadVersion, NodeExists, NoNode):
         return None
     except MessageTooLarge as error:

@@ -5,8 +5,9 @@ Each connection has a bound, but thousands of connections have no common bound. 
 - A large frame (a frame with memory of its own) is read only when its *whole* size is reserved. So each frame that is
   begun can be finished, and connections with half a frame each cannot wait for one another. If the budget has too few
   bytes left, the connection waits in a queue, and its client's bytes stay in the kernel.
-- One owner, a principal or an address, has at most half of the budget for large frames, or one frame. Each owner has a
-  queue of its own, and the queues take turns. So an owner that fills its share delays nobody else.
+- One owner, a principal or an address, has at most half of the budget for large frames; a frame above that size waits
+  for the budget only. Each owner has a queue of its own, and the queues take turns. So an owner that fills its share
+  delays nobody else.
 - Small frames are read before their size is known, so they only count. While the budget is used up, or a connection is
   in a queue because of it, a connection with an unanswered request is not read. So small frames do not wait for large
   ones, and a large frame is not overtaken without end. Small frames exceed the budget by one shared buffer a
@@ -101,8 +102,8 @@ class RequestMemory:
             self._grant()
 
     def _has_share(self, owner: str, size: int) -> bool:
-        used_bytes = self._used_by[owner]
-        return not used_bytes or used_bytes + size <= self.limit_bytes // 2
+        share_bytes = self.limit_bytes // 2
+        return size > share_bytes or self._used_by[owner] + size <= share_bytes
 
     def _leave(self, connection: Reserver) -> int:
         queue = self._queues[connection.owner]
