@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +31,7 @@ from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import EXISTING_GROUP, TOPIC, Parsed, parse_time
 from metamq.client.consumer.dead_letters import dead_letter_topic
 from metamq.client.model import Message
+from metamq.errors import ConfigError, TopicNotFound
 from metamq.tx.app.aio_dead_letters import DeadLetter, LetterFilter
 
 if TYPE_CHECKING:
@@ -38,13 +41,25 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 ERRORS_SHOWN = 3
+ERROR_CHARS = 200
+"""Characters of an error in a table."""
 TIME = Parsed("time", parse_time)
+
+
+def parse_id(text: str) -> str:
+    """Returns the id of a letter. Raises ValueError."""
+    if not re.fullmatch(r"\d+-\d+:\d+", text):
+        raise ValueError(f"{text!r} is not the id of a letter: write it like 0-0:17")
+    return text
+
+
+ID = Parsed("id", parse_id)
 
 
 def _filters(command: F) -> F:
     """Adds the options that select letters."""
     for option in reversed((
-        click.option("--id", "ids", multiple=True, metavar="ID", help="Only this letter, as `show` names it."),
+        click.option("--id", "ids", multiple=True, type=ID, metavar="ID", help="Only this letter, as `show` names it."),
         click.option("--error", default="", metavar="TEXT", help="Only letters whose error has this text."),
         click.option("--key", metavar="KEY", help="Only letters with this key."),
         click.option("--topic", default="", metavar="TOPIC", help="Only letters from this topic."),
@@ -115,6 +130,9 @@ def show(group: str, most: int | None, output: str, **options: Any) -> None:
     if output == "json":
         print_json([_letter_json(one) for one in found])
         return
+    if not found:
+        _report("shown", 0, group, output)
+        return
     print_table(
         ["ID", "GIVEN UP", "FROM", "KEY", "ATTEMPTS", "RESENT", "ERROR"],
         [
@@ -125,7 +143,7 @@ def show(group: str, most: int | None, output: str, **options: Any) -> None:
                 None if one.key is None else one.key.decode(errors="replace"),
                 one.attempts,
                 one.resent,
-                one.error,
+                " ".join(one.error.split())[:ERROR_CHARS],
             ]
             for one in found
         ],
@@ -169,6 +187,8 @@ def resend(group: str, to: str | None, yes: bool, output: str, **options: Any) -
 @output_option("json")
 def export(group: str, file: IO[bytes], output: str, **options: Any) -> None:
     """Write dead letters of GROUP to FILE (-: standard output), as `metamq consume -o json` prints their messages.
+
+    `metamq dlq show -o json` also has their errors.
 
     \b
     metamq dlq export etl letters.jsonl
@@ -216,10 +236,18 @@ def _report(done: str, number: int, group: str, output: str) -> None:
         say(f"No dead letter of {group} is selected.")
 
 
-def _queue(group: str) -> DeadLetterQueue:
+@contextlib.contextmanager
+def _queue(group: str) -> Iterator[DeadLetterQueue]:
     from metamq import DeadLetterQueue
 
-    return DeadLetterQueue(group, **current().client())
+    with DeadLetterQueue(group, **current().client()) as queue:
+        try:
+            yield queue
+        except TopicNotFound as error:
+            if error.topic != dead_letter_topic(group):
+                raise
+            hint = "`metamq dlq list` shows the groups that have some."
+            raise ConfigError(f"the group {group!r} has no dead letters", hint=hint) from None
 
 
 def _message(letter: DeadLetter) -> Message[bytes]:
@@ -232,7 +260,10 @@ def _shown(time: datetime | None) -> str | None:
 
 
 def _errors(one: LetterSummary) -> str:
-    return ", ".join(f"{error} ({number:,})" for error, number in list(one.errors.items())[:ERRORS_SHOWN])
+    shown = dict(itertools.islice(one.errors.items(), ERRORS_SHOWN))
+    others = one.letters - sum(shown.values())
+    texts = [f"{error} ({number:,})" for error, number in shown.items()]
+    return ", ".join([*texts, f"others ({others:,})"] if others else texts)
 
 
 def _summary_json(one: LetterSummary) -> dict[str, Any]:

@@ -47,6 +47,9 @@ def test_letters_are_listed_shown_and_exported(metamq: Metamq, group: str, topic
         (topic, "v1", {"h": "/w=="}),
     ]
     assert metamq("dlq", "export", group, "-", "--key", "other").data == b""
+    assert metamq("dlq", "show", group, "--key", "other").talk == f"No dead letter of {group} is selected.\n"
+    assert metamq("dlq", "export", group, str(file), "--key", b"\xff").status == 0
+    assert file.read_bytes() == b"", "an older export does not stay"
 
 
 def test_letters_are_sent_again_and_purged(metamq: Metamq, group: str, topic: str) -> None:
@@ -66,4 +69,6 @@ def test_letters_are_sent_again_and_purged(metamq: Metamq, group: str, topic: st
 def test_a_group_without_letters(metamq: Metamq) -> None:
     done = metamq("dlq", "show", "never-heard-of")
     assert done.status == 1
-    assert "topic 'never-heard-of.dead-letter' does not exist" in done.talk
+    assert "the group 'never-heard-of' has no dead letters" in done.talk
+    wrong = metamq("dlq", "show", "never-heard-of", "--id", "17")
+    assert (wrong.status, "write it like 0-0:17" in wrong.talk) == (2, True)

@@ -20,7 +20,7 @@ import pytest
 from metamq import DeadLetter, DeadLetterQueue, LetterFilter, aio
 from metamq.client.consumer.dead_letters import dead_letter_headers, dead_letter_topic
 from metamq.client.model import Message
-from metamq.errors import ConfigError, ConnectError, NotAuthorized, TopicNotFound
+from metamq.errors import ConfigError, ConnectError, NotAuthorized, TopicNotFound, WrongType
 from metamq.testing import Cluster
 from metamq.tx.app import aio_dead_letters
 from metamq.zk.groups.settled_letters import SettledLetters
@@ -372,7 +372,20 @@ def test_settled_ranges() -> None:
     assert (other.topic_id, other.settled, other.committing) == ("another", {}, "x")
 
 
-@pytest.mark.parametrize("ids", ["0-0:7", 7])
-def test_ids_are_a_collection(ids: Any) -> None:
-    with pytest.raises((ConfigError, TypeError)):
-        LetterFilter(ids=ids).selects(LETTER)
+@pytest.mark.parametrize(
+    "wrong", [{"ids": "0-0:7"}, {"ids": 7}, {"error": b"x"}, {"key": 7}, {"topic": None}, {"since": "-1h"}]
+)
+def test_wrong_filters(wrong: dict[str, Any]) -> None:
+    with pytest.raises(WrongType, match=f"`{next(iter(wrong))}`"):
+        LetterFilter(**wrong)
+
+
+def test_a_header_that_a_producer_forged(running: Cluster, group: str, queue: DeadLetterQueue) -> None:
+    give_up(running, group, 0)
+    message = Message("t", "0-0", 0, b"k", b"v", {"metamq-resent": b"banana", "metamq-topic": b"elsewhere"}, 0)
+    with running.producer() as producer:
+        producer.send(dead_letter_topic(group), b"v", b"k", dead_letter_headers(message, ValueError(), 1))
+    (letter,) = queue.letters(LetterFilter(key="k"))
+    assert (letter.topic, letter.resent) == ("t", 0)
+    with pytest.raises(WrongType, match="`selected`"):
+        queue.purge("0-0:0")  # type: ignore[arg-type]

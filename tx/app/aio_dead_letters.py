@@ -85,19 +85,30 @@ class DeadLetter:
 class LetterFilter:
     """Selects letters; a field that is not set selects all.
 
-    `error` is a part of the error's text. `since` and `until` (exclusive) are times of the last attempt, aware.
+    `error` is a part of the error's text. `since` and `until` (exclusive) are times of the last attempt, aware. A `key`
+    of type str is encoded in UTF-8. Raises ConfigError for a wrong value.
     """
 
     ids: Collection[str] | None = None
     error: str = ""
-    key: bytes | None = None
+    key: bytes | str | None = None
     topic: str = ""
     since: datetime | None = None
     until: datetime | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.ids, str):
-            raise wrong_type("`ids`", "a collection of ids", self.ids)
+        if isinstance(self.key, str):
+            object.__setattr__(self, "key", self.key.encode())
+        for name, wanted, value, kind in (
+            ("ids", "a collection of ids", self.ids, (Collection, type(None))),
+            ("error", "text", self.error, str),
+            ("key", "bytes or text", self.key, (bytes, type(None))),
+            ("topic", "text", self.topic, str),
+            ("since", "a datetime", self.since, (datetime, type(None))),
+            ("until", "a datetime", self.until, (datetime, type(None))),
+        ):
+            if not isinstance(value, kind) or (name == "ids" and isinstance(value, str)):
+                raise wrong_type(f"`{name}`", wanted, value)
         for time in (self.since, self.until):
             if time is not None and time.tzinfo is None:
                 raise ConfigError(f"the time {time} has no time zone", hint="Use datetime.now(UTC), for example.")
@@ -138,13 +149,18 @@ def letter_of(message: Message[bytes]) -> DeadLetter | None:
             _time(int(given["metamq-timestamp"])),
             int(given["metamq-attempts"]),
             given["metamq-error"].decode(errors="replace"),
-            int(given.get(RESENT, b"0")),
+            _count(given.get(RESENT, b"")),
             message.key,
             message.value,
             {name: value for name, value in given.items() if name not in (*ORIGIN_HEADERS, RESENT)},
         )
     except (KeyError, ValueError, OverflowError):
         return None
+
+
+def _count(text: bytes) -> int:
+    """Returns the number in a header; 0 for anything else, which its producer may have written."""
+    return int(text) if text.isdigit() and len(text) < 10 else 0
 
 
 def _time(timestamp_us: int) -> datetime:
@@ -276,6 +292,8 @@ class DeadLetterQueue:
         begin: Mapping[str, int] = MappingProxyType({}),
     ) -> AsyncGenerator[DeadLetter, None]:
         """Yields letters from the offsets `begin` to `ends`, by partition."""
+        if not isinstance(selected, LetterFilter):
+            raise wrong_type("`selected`", "a LetterFilter", selected)
         left = {partition: end for partition, end in ends.items() if begin.get(partition, 0) < end}
         if not left:
             return
