@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.show.message_format import as_json
+from metamq.cli.show.message_format import as_json, document_of
 from metamq.cli.show.output import (
     TABLE_OR_JSON,
     TEXT_OR_JSON,
@@ -283,7 +282,7 @@ def _letter_json(one: DeadLetter) -> dict[str, Any]:
         "attempts": one.attempts,
         "resent": one.resent,
         "error": one.error,
-        **json.loads(as_json(_message(one))),
+        **document_of(_message(one)),
     }
 
 

@@ -74,7 +74,12 @@ def _unescape(escape: str) -> bytes:
 
 
 def as_json(message: Message[bytes]) -> bytes:
-    """Returns one line with topic, partition, offset, timestamp_us, key, value, headers.
+    """Returns one line with the message's document."""
+    return escaped_json(json.dumps(document_of(message), ensure_ascii=False)).encode() + b"\n"
+
+
+def document_of(message: Message[bytes]) -> dict[str, Any]:
+    """Returns topic, partition, offset, timestamp_us, key, value, headers.
 
     A field that is not UTF-8 is null, and is base64-encoded under "key_base64", "value_base64", "headers_base64".
     """
@@ -95,7 +100,7 @@ def as_json(message: Message[bytes]) -> bytes:
     document["headers"] = headers
     if odd:
         document["headers_base64"] = odd
-    return escaped_json(json.dumps(document, ensure_ascii=False)).encode() + b"\n"
+    return document
 
 
 def _put(document: dict[str, Any], name: str, value: bytes | None) -> None:
