@@ -213,13 +213,12 @@ class DeadLetterQueue:
 
     async def summary(self) -> LetterSummary:
         """Returns a summary of the letters that are not settled."""
-        letters, times, errors = 0, list[datetime](), Counter[str]()
+        errors, oldest, newest = Counter[str](), None, None
         async for letter in self.letters():
-            letters += 1
-            times = [min([letter.given_up, *times[:1]]), max([letter.given_up, *times[1:]])]
             errors[letter.error.partition(":")[0]] += 1
-        oldest, newest = times or (None, None)
-        return LetterSummary(self.group, letters, oldest, newest, dict(errors.most_common()))
+            oldest = min(oldest or letter.given_up, letter.given_up)
+            newest = max(newest or letter.given_up, letter.given_up)
+        return LetterSummary(self.group, errors.total(), oldest, newest, dict(errors.most_common()))
 
     async def letters(self, selected: LetterFilter = LetterFilter()) -> AsyncGenerator[DeadLetter, None]:
         """Yields the letters that are not settled, up to the present end of the topic."""

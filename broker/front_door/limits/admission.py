@@ -8,7 +8,7 @@
     any further                       closes at once
 
 So a broker that is full of clients keeps its slaves, can be promoted, and can be inspected. One principal has at most
-half of the connections, so it shuts out nobody else; brokers and the administrator have no such limit.
+half of the connections, so the others can connect. This limit does not apply to brokers and the administrator.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Each connection has a bound, but thousands of connections have no common bound. 
   begun can be finished, and connections with half a frame each cannot wait for one another. If the budget has too few
   bytes left, the connection waits in a queue, and its client's bytes stay in the kernel.
 - One owner, a principal or an address, has at most half of the budget for large frames; a frame above that size waits
-  for the budget only. Each owner has a queue of its own, and the queues take turns. So an owner that fills its share
-  delays nobody else.
+  for the budget only. Each owner has a queue of its own, and the queues take turns. So other owners are
+  served while one fills its share.
 - Small frames are read before their size is known, so they only count. While the budget is used up, or a connection is
   in a queue because of it, a connection with an unanswered request is not read. So small frames do not wait for large
   ones, and a large frame is not overtaken without end. Small frames exceed the budget by one shared buffer a
