@@ -13,9 +13,10 @@ from metamq.client.checks import check_callables, check_seconds, partition_of
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer.dead_letters import DeadLetters
+from metamq.client.consumer.key_order import KeyOrderTasks
 from metamq.client.consumer.listener import ListenerTasks
 from metamq.client.consumer.receivers import TaskReceiver
-from metamq.client.consumer.retrying import RetryPolicy
+from metamq.client.consumer.retrying import Order, RetryPolicy, check_order
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.dbapi import NOT_GIVEN, AnyConnection, database_of
@@ -195,6 +196,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self,
         listener: Callable[[Message[T]], object],
         *,
+        order: Order = "partition",
         concurrency: int = 4,
         max_attempts: int = 5,
         retry_delay_s: float = 0.1,
@@ -208,7 +210,8 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._core.check_loop_may_begin()
         dead_letters = DeadLetters(self._access, self._plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
-        tasks = ListenerTasks(listener, self._filter, dead_letters, policy, concurrency, self._receiver)
+        kind = {"partition": ListenerTasks, "key": KeyOrderTasks}[check_order(order)]
+        tasks = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver)
         with self._one_loop.begun(asyncio.current_task) as check_loop:
             check_loop()
             self._finish()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+from metamq.client.fetch.inbox import RunningMessage
 from metamq.client.group.assignment import RebalanceHealth
 from metamq.zk.partitions import TopicPartition
 
@@ -33,6 +34,8 @@ class PartitionHealth:
     lag: int | None
     in_hand: bool
     """True while the application processes a message or batch of the partition."""
+    running: tuple[RunningMessage, ...]
+    """With `run(order="key")`: the messages that are processed now, the longest first."""
     paused: bool
     last_error: str
     """The reason that the partition is not fetched now, or "". While a slave is read, it is the master's reason."""
@@ -63,6 +66,7 @@ def health_of(state: PartitionState, last_error: str) -> PartitionHealth:
         committed_offset=state.committed_offset,
         lag=state.lag(),
         in_hand=state.in_flight is not None,
+        running=tuple(state.in_flight.running) if state.in_flight is not None else (),
         paused=state.paused,
         last_error=last_error,
     )

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from metamq.client.consumer.loop_end import LoopEnd, LoopStep
@@ -14,7 +16,7 @@ from metamq.client.consumer.loop_end import LoopEnd, LoopStep
 if TYPE_CHECKING:
     from metamq.client.background import BackgroundLoop
     from metamq.client.consumer.consumer_core import ConsumerCore
-    from metamq.client.fetch.inbox import InFlightBatch
+    from metamq.client.fetch.inbox import Inbox, InFlightBatch, OpenWindow
 
 
 class _Wait:
@@ -61,23 +63,26 @@ class ThreadReceiver:
     ) -> InFlightBatch | None:
         """Waits for a batch. Returns None if the inbox is closed or idle, or if `stop` is set and poke() is called."""
         taken: list[InFlightBatch] = []
+        take = partial(self.core.inbox.take, whole=whole, taken=taken, max_messages=max_messages)
         try:
-            return self._take(stop, whole, max_messages, taken)
+            return self._take(stop, take)
         except BaseException:  # a Ctrl-C, perhaps after the batch was taken: the caller does not have the batch
             for in_flight in taken:
                 self.release(in_flight, last_done=False)
             raise
 
-    def _take(
-        self, stop: threading.Event | None, whole: bool, max_messages: int, taken: list[InFlightBatch]
-    ) -> InFlightBatch | None:
+    def take_window(self, stop: threading.Event, open_window: OpenWindow) -> InFlightBatch | None:
+        """Waits for a batch like take(), and adds it to the window of its partition. A Ctrl-C must not end the wait."""
+        return self._take(stop, partial(self.core.inbox.take_window, open_window))
+
+    def _take(self, stop: threading.Event | None, take: Callable[[], InFlightBatch | None]) -> InFlightBatch | None:
         inbox = self.core.inbox
         wait: _Wait | None = None
         while True:
             with inbox.lock:
                 if inbox.closed or (stop is not None and stop.is_set()):
                     return None
-                in_flight = inbox.take(whole=whole, taken=taken, max_messages=max_messages)
+                in_flight = take()
                 if in_flight is not None:
                     return in_flight
                 wait = wait or _Wait(self.core.end, confirms=self.confirms)
@@ -93,12 +98,21 @@ class ThreadReceiver:
         """Releases a batch that a handler has finished. `last_done`: True if the last delivered message is done."""
         if self.core.inbox.finish(in_flight, last_done=last_done):
             self.background.call_soon(self.core.refetch, in_flight.state)
+        self.consumed()
+
+    def consumed(self) -> None:
+        """Continues the fetches that waited for memory."""
         if self.core.has_stalled():
             self.background.call_soon(self.core.consumed)
 
     def poke(self) -> None:
         """Makes the waiting threads check their stop events."""
         self.core.inbox.poke()
+
+    @property
+    def inbox(self) -> Inbox:
+        """The consumer's inbox."""
+        return self.core.inbox
 
     @property
     def closed(self) -> bool:
@@ -117,12 +131,19 @@ class TaskReceiver:
 
     async def take(self, *, whole: bool = False, max_messages: int = 0) -> InFlightBatch | None:
         """Waits for a batch. Returns None if the inbox was closed or idle."""
+        return await self._take(partial(self._core.inbox.take, whole=whole, max_messages=max_messages))
+
+    async def take_window(self, open_window: OpenWindow) -> InFlightBatch | None:
+        """Waits for a batch like take(), and adds it to the window of its partition."""
+        return await self._take(partial(self._core.inbox.take_window, open_window))
+
+    async def _take(self, take: Callable[[], InFlightBatch | None]) -> InFlightBatch | None:
         inbox = self._core.inbox
         wait: _Wait | None = None
         while not inbox.closed:
             self._filled.clear()
             with inbox.lock:
-                in_flight = inbox.take(whole=whole, max_messages=max_messages)
+                in_flight = take()
             if in_flight is not None:
                 return in_flight
             wait = wait or _Wait(self._core.end)
@@ -141,7 +162,16 @@ class TaskReceiver:
         """Releases a batch that a handler has finished. `last_done`: True if the last delivered message is done."""
         if self._core.inbox.finish(in_flight, last_done=last_done):
             self._core.refetch(in_flight.state)
+        self.consumed()
+
+    def consumed(self) -> None:
+        """Continues the fetches that waited for memory."""
         self._core.consumed()
+
+    @property
+    def inbox(self) -> Inbox:
+        """The consumer's inbox."""
+        return self._core.inbox
 
     @property
     def closed(self) -> bool:

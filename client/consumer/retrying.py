@@ -11,11 +11,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from metamq.client.checks import awaitable_listener, check_seconds, check_whole
 from metamq.client.model import Message, message_of
-from metamq.errors import DecodeError
+from metamq.errors import ConfigError, DecodeError
 
 if TYPE_CHECKING:
     from metamq.client.consumer.dead_letters import DeadLetters
@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 Listener = Callable[[Message[T]], object]
 """Called with each message. It returns when the message is done, and raises if it failed."""
+
+Order = Literal["partition", "key"]
+"""The messages that run() processes one after another: those of a partition, or only those of a key."""
 
 POLL_S = 0.5
 """Seconds between two checks if a message, which waits for its next attempt, still belongs to this consumer."""
@@ -66,6 +69,13 @@ class RetryPolicy:
         if failed_attempts >= self.max_attempts:
             return None
         return min(self.retry_delay_s * 2.0 ** min(failed_attempts - 1, DOUBLINGS_MAX), RETRY_DELAY_MAX_S)
+
+
+def check_order(order: Order) -> Order:
+    """Returns the order. Raises ConfigError."""
+    if order not in ("partition", "key"):
+        raise ConfigError(f"run: `order` is {order!r}", hint="Choose 'partition' or 'key'.")
+    return order
 
 
 @dataclass(eq=False)
@@ -126,6 +136,25 @@ class ListenerRun(ABC):
             if not await self._try_again(in_flight, undecoded, rejected, is_rejected=True):
                 return False
             in_flight.rejected = None
+
+    async def _handle_one(self, in_flight: InFlightBatch, message: Message[Any]) -> bool:
+        """Calls the listener with a message, whose value is as it is stored. Returns False if it is not done."""
+        if in_flight.batch.decodes:
+            try:
+                message = in_flight.batch.decoded_message(message.offset)
+            except DecodeError as error:
+                return await self._try_again(in_flight, message, error, is_rejected=True)
+        if self.filter is not None and not self.filter(message):
+            return True
+        try:
+            outcome = self.listener(message)
+            if self._awaits and inspect.isawaitable(outcome):
+                await outcome
+        except Exception as error:
+            return await self._try_again(in_flight, message, error)
+        if not self._awaits:
+            self._check_done(outcome)
+        return True
 
     async def _try_again(
         self, in_flight: InFlightBatch, message: Message[Any], error: Exception, *, is_rejected: bool = False

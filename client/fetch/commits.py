@@ -76,6 +76,12 @@ class OffsetCommits:
                 raise OwnershipLost(*tp, reason="it is not assigned to this consumer")
             raise not_assigned(tp, self.plan.topics, self.assignment)
         with self.inbox.lock:
+            first_unfinished = None if state.in_flight is None else state.in_flight.first_unfinished
+            if first_unfinished is not None and (delivered or offset > first_unfinished):
+                raise ConfigError(
+                    f"{tp}: a commit up to offset {offset} could include unfinished messages: their order is by key",
+                    hint="Leave `position` out: the consumer commits what is finished. Or use run(order='partition').",
+                )
             if delivered and not state.has_delivered(offset):
                 raise OwnershipLost(*tp, reason=f"it had another owner since offset {offset - 1} was delivered")
             epoch = state.in_flight.batch.epoch if state.in_flight is not None else state.epoch

@@ -19,6 +19,9 @@ A handler may release a batch before its end: it failed, or its loop ended early
 delivered again. So the buffered batches behind them are dropped, and no further batch is put in. The loop fetches from
 where the handler stopped (`rewinding`, until the loop calls `rewind`).
 
+With `run(order="key")` the in-flight batch is a KeyWindow (metamq.client.fetch.key_window): it takes further batches
+while its messages are processed side by side.
+
 A seek, or the loss of the partition, may also detach a batch from its handler. Then its messages do not count any more,
 but the handler may still process one: until it releases the batch, no other message of that partition is delivered.
 
@@ -33,13 +36,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from metamq.client.fetch.joined_batch import JoinedBatch, joinable
 from metamq.client.fetch.message_batch import SLICE_MESSAGES, VALUES_AT, MessageBatch
 from metamq.errors import DecodeError, MetamqError
 
 if TYPE_CHECKING:
+    from metamq.client.fetch.key_window import KeyWindow
     from metamq.zk.groups.ownership import Ownership
     from metamq.zk.partitions import TopicPartition
 
@@ -121,6 +125,15 @@ class PartitionState:
         return None if self.stable_offset < 0 else max(self.stable_offset - self.done_offset(), 0)
 
 
+@dataclass(frozen=True, slots=True)
+class RunningMessage:
+    """A message that `run(order="key")` processes now, and the seconds since its listener was called first."""
+
+    offset: int
+    key: bytes | None
+    running_s: float
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class InFlightBatch:
     """A batch that a handler has: `whole`, or message by message through `iterate()`."""
@@ -184,7 +197,26 @@ class InFlightBatch:
         """True if `decode=` rejects the last delivered message, or the whole batch."""
         return self.rejected is not None or (self.whole and self.batch.is_rejected)
 
-    def take_back(self) -> None:
+    def takes(self, batch: MessageBatch[Any]) -> bool:
+        """Returns True if the next batch of the partition may be added to this one now."""
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        """True if no handler has the batch any more, so the inbox must release it."""
+        return False
+
+    @property
+    def first_unfinished(self) -> int | None:
+        """The offset that no commit may pass, if messages are processed side by side."""
+        return None
+
+    @property
+    def running(self) -> list[RunningMessage]:
+        """The messages that are processed side by side now, the longest first."""
+        return []
+
+    def take_back(self, *, at_once: bool = False) -> None:
         """Stops the delivery of further messages of this batch."""
         self.taken_back = True
         self._gate.clear()
@@ -209,6 +241,10 @@ class InFlightBatch:
     def resume_offset(self) -> int:
         """Returns the offset of the next message after this batch, or after its delivered part if it was taken back."""
         return self.delivered_offset() if self.taken_back else self.batch.end_offset
+
+
+OpenWindow = Callable[[PartitionState, MessageBatch[Any], Callable[[], bool]], "KeyWindow"]
+"""Makes a KeyWindow with its first batch and `may_deliver`."""
 
 
 class Inbox:
@@ -275,6 +311,36 @@ class Inbox:
         del self._ready[state]
         return in_flight
 
+    def take_window(self, open_window: OpenWindow) -> KeyWindow | None:
+        """Adds a batch to the window of its partition, which `open_window` makes if there is none. Returns the window,
+        or None if there is no batch. Called under the lock. Raises like take(), and UndecodableBatch."""
+        if self.error is not None:
+            raise self.error
+        while self._ready and self._may_deliver():
+            state = next(iter(self._ready))
+            del self._ready[state]
+            if state.in_flight is None:
+                window = open_window(state, state.buffered.popleft(), self._may_deliver)
+                state.in_flight = window
+                window.fill()
+            elif state.in_flight.takes(state.buffered[0]):
+                window = cast("KeyWindow", state.in_flight)
+                window.add(state.buffered.popleft())
+            else:
+                continue
+            self._offer(state)
+            return window
+        return None
+
+    def advance(self, window: KeyWindow) -> bool:
+        """Drops the finished batches of a window. Returns True if that freed memory. Called under the lock."""
+        freed_bytes = window.batch.drop_before(window.low)
+        if window.state.in_flight is not window:  # detached: its bytes do not count any more
+            return False
+        self._count(window.state, -freed_bytes)
+        self._offer(window.state)
+        return freed_bytes > 0
+
     def finish(self, in_flight: InFlightBatch, *, last_done: bool = True) -> bool:
         """Releases a batch. Returns True if some messages must be delivered again: then the loop must call `rewind`.
 
@@ -329,8 +395,12 @@ class Inbox:
                 state.begin_at(next_offset, epoch)
                 self._detach(state)
             elif state.in_flight is not None:
-                state.in_flight.take_back()
-                return state.in_flight.delivered_offset()
+                in_flight = state.in_flight
+                in_flight.take_back(at_once=self.closed)
+                if not in_flight.is_over:
+                    return in_flight.delivered_offset()
+                self._release(in_flight, last_done=True)
+                state.rewinding = False
             return state.next_offset
 
     def skip_to(self, state: PartitionState, offset: int) -> None:
@@ -343,7 +413,7 @@ class Inbox:
         """Drops buffered and in-flight messages from `offset` on, as whole batches, because the log has lost them."""
         with self.lock:
             if state.in_flight is not None and state.in_flight.batch.end_offset > offset:
-                state.in_flight.take_back()
+                state.in_flight.take_back(at_once=True)
             while state.buffered and state.buffered[-1].offset >= offset:
                 self._count(state, -state.buffered.pop().size_bytes)
             if not state.buffered:
@@ -368,10 +438,10 @@ class Inbox:
     def _detach(self, state: PartitionState) -> None:
         in_flight = state.in_flight
         if in_flight is not None:
-            in_flight.take_back()
+            in_flight.take_back(at_once=True)
             self._count(state, -in_flight.batch.size_bytes)
             state.in_flight = None
-            if not self.closed:
+            if not self.closed and not in_flight.is_over:
                 self._detached[state.tp] = in_flight
 
     def _drop_buffered(self, state: PartitionState) -> None:
@@ -380,7 +450,8 @@ class Inbox:
         self._ready.pop(state, None)
 
     def _offer(self, state: PartitionState) -> None:
-        if state.buffered and state.in_flight is None and state.tp not in self._detached:
+        is_free = state.in_flight is None and state.tp not in self._detached
+        if state.buffered and (is_free or (state.in_flight is not None and state.in_flight.takes(state.buffered[0]))):
             self._ready[state] = None
             self.notify()
 

@@ -39,6 +39,16 @@ class JoinedBatch(MessageBatch[T]):
         self.topic, self.partition, self.offset, self.epoch = first.topic, first.partition, first.offset, first.epoch
         self._parts = parts
 
+    def add(self, part: MessageBatch[T]) -> None:
+        """Adds a batch at the end. Columns of the whole must not be used before."""
+        self._parts = [*self._parts, part]  # a new list: other threads may read the old one
+
+    def drop_before(self, offset: int) -> int:
+        """Drops the parts that end at or before an offset, except for the last part. Returns their bytes."""
+        dropped = [part for part in self._parts[:-1] if part.end_offset <= offset]
+        self._parts = self._parts[len(dropped) :]
+        return sum(part.size_bytes for part in dropped)
+
     @property
     def is_rejected(self) -> bool:  # type: ignore[override]
         """True if `decode=` has rejected a message of the batch."""

@@ -196,6 +196,11 @@ class MessageBatch(Generic[T]):
             iter(self.timestamps) if has_timestamps else repeat(self._header.base_timestamp_us),
         )
 
+    def undecoded_messages(self) -> Iterator[Message[bytes]]:
+        """Iterates over the messages with their values as they are stored. Raises UndecodableBatch, at the call."""
+        columns = self._after_topic(iter(self.offsets))
+        return map(message_of, zip(repeat(self.topic, len(self)), *columns))  # noqa: B905, some columns are endless
+
     def __iter__(self) -> Iterator[Message[T]]:
         columns = list(self._after_topic(iter(self.offsets)))
         if self._decode is not None:
