@@ -37,9 +37,10 @@ def fill_orders(running: Cluster) -> None:
     with running.admin() as admin:
         if "orders" not in admin.topics():
             admin.create_topic("orders", partitions=4)
+        # The snippets run at a time: one gives letters up, one looks at them.
+        admin.create_topic("bills.dead-letter", partitions=1, exist_ok=True)
     with running.producer() as producer:
         producer.send_many("orders", [b"%d" % number for number in range(1000)])
-    running.create_topic("bills.dead-letter", partitions=1)  # the snippets run at a time: one gives up, one looks
 
 
 def snippets(document: str) -> list[str]:
