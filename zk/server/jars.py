@@ -1,7 +1,8 @@
-"""Finds the jars of the ZooKeeper server: METAMQ_ZOOKEEPER_JARS, the user's cache, Maven Central.
+"""Finds the jars of the ZooKeeper server: METAMQ_ZOOKEEPER_JARS, the package metamq-zookeeper, the user's cache, Maven
+Central.
 
-Every download is pinned by SHA-512 here. It is checked before it gets its name in the cache, and again at each use (7
-MB hash in a few milliseconds), so a damaged cache repairs itself.
+Every jar of the last three is pinned by SHA-512 here. A download is checked before it gets its name in the cache. All
+jars are checked again at each use (7 MB hash in a few milliseconds), so a damaged cache repairs itself.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
+import importlib.util
 import os
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,9 +172,9 @@ TLS_JARS = (
 PINNED = (*JARS, *TLS_JARS, LOGGING_JAR)
 
 _WAYS = (
-    "Run `metamq zookeeper --fetch-jars` on a machine with a network, copy the folder that it names, and set "
-    "METAMQ_ZOOKEEPER_JARS to the copy; or set it to the `lib` folder of ZooKeeper's own download, or the `jars` "
-    "folder of an installed pyspark; or allow the download from Maven Central "
+    "Install the package metamq-zookeeper, which has the jars; or run `metamq zookeeper --fetch-jars` on a machine with "
+    "a network, copy the folder that it names, and set METAMQ_ZOOKEEPER_JARS to the copy; or set it to the `lib` folder "
+    "of ZooKeeper's own download, or the `jars` folder of an installed pyspark; or allow the download from Maven Central "
     "(METAMQ_MAVEN names a mirror; HTTPS_PROXY and SSL_CERT_FILE are used); "
     "or point METAMQ_ZOOKEEPER at a ZooKeeper that already runs."
 )
@@ -188,8 +190,11 @@ def find_jars(progress: Progress | None = None, *, secure: bool = False) -> list
     setting = os.environ.get("METAMQ_ZOOKEEPER_JARS")
     if setting:
         return _jars_of_setting(Path(setting), secure=secure)
-    cache = cache_folder()
     wanted = PINNED if secure else (*JARS, LOGGING_JAR)
+    installed = installed_folder()
+    if installed is not None and all(_intact(installed / jar.file_name, jar) for jar in wanted):
+        return [installed / jar.file_name for jar in wanted]
+    cache = cache_folder()
     return [fetched(jar, cache, progress) for jar in wanted]
 
 
@@ -197,6 +202,19 @@ def cache_folder() -> Path:
     """The folder for downloaded jars, one per ZooKeeper version."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "metamq" / f"zookeeper-{ZOOKEEPER_VERSION}"
+
+
+def installed_folder() -> Path | None:
+    """The folder with the jars of the package metamq-zookeeper, or None if it is not installed."""
+    package = importlib.util.find_spec("metamq_zookeeper")
+    return None if package is None or package.origin is None else Path(package.origin).parent / "jars"
+
+
+def check_jars(paths: Sequence[Path]) -> None:
+    """Raises CorruptData unless these are the pinned jars, in the order of PINNED."""
+    for path, jar in zip(paths, PINNED, strict=True):
+        if not _intact(path, jar):
+            raise CorruptData(str(path), f"it is not the pinned {jar.file_name}", hint=_WAYS)
 
 
 def jars_in_folder(folder: Path, *, secure: bool = False) -> tuple[list[Path], list[str]]:
