@@ -6,6 +6,8 @@ or Maven Central.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import sys
@@ -41,11 +43,12 @@ def build(target: Path) -> Path:
         before = Path.cwd()
         os.chdir(source)  # setuptools builds the project in the current folder
         try:
-            name = build_meta.build_wheel(str(target.resolve()))
+            with contextlib.redirect_stdout(io.StringIO()):  # a line for each file
+                name = build_meta.build_wheel(str(target.resolve()))
         finally:
             os.chdir(before)
     return target / name
 
 
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1]).resolve()))
+    print(build(Path(sys.argv[1])))
