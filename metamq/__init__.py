@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from metamq.client.model import ReceiptRange as ReceiptRange
     from metamq.client.offsets.offsets_database import DatabaseOffsets as DatabaseOffsets
     from metamq.client.offsets.offsets_file import FileOffsets as FileOffsets
+    from metamq.client.scan.scan import Scan as Scan
+    from metamq.client.scan.scan import scan as scan
     from metamq.security.config import SecurityConfig as SecurityConfig
     from metamq.tx.app.aio_dead_letters import DeadLetter as DeadLetter
     from metamq.tx.app.aio_dead_letters import LetterFilter as LetterFilter
@@ -51,8 +53,10 @@ _HOME = {
     "Receipt": "metamq.client.model",
     "ReceiptRange": "metamq.client.model",
     "Rollback": "metamq.client.consumer.retrying",
+    "Scan": "metamq.client.scan.scan",
     "SecurityConfig": "metamq.security.config",
     "TopicPartition": "metamq.zk.partitions",
+    "scan": "metamq.client.scan.scan",
 }
 
 __all__ = [
@@ -70,11 +74,13 @@ __all__ = [
     "Receipt",
     "ReceiptRange",
     "Rollback",
+    "Scan",
     "SecurityConfig",
     "TopicPartition",
     "__version__",
     "aio",
     "errors",
+    "scan",
 ]
 
 

@@ -105,10 +105,10 @@ class BatchReader(DataSourceReader):
 
     def partitions(self) -> list[RangePartition]:
         """Returns a task for each range."""
-        from metamq.spark_consumers.driver.cluster_view import ClusterView
         from metamq.spark_consumers.driver.planning import batch_ranges, tasks
+        from metamq.spark_consumers.driver.query_view import QueryView
 
-        with ClusterView(self._options.access) as view:
+        with QueryView(self._options.access) as view:
             ranges = batch_ranges(view, self._options)
             topics = {one.tp.topic for one in ranges}
             return [RangePartition(task) for task in tasks(view, self._options, ranges, topics=topics)]

@@ -19,24 +19,28 @@ if TYPE_CHECKING:
 HEADERS_TYPE = pa.map_(pa.string(), pa.binary())
 SCHEMA = pa.schema(
     [
+        pa.field("topic", pa.string(), nullable=False),
+        pa.field("partition", pa.string(), nullable=False),
         pa.field("offset", pa.int64(), nullable=False),
         pa.field("key", pa.binary()),
         pa.field("value", pa.binary(), nullable=False),
-        pa.field("timestamp", pa.timestamp("us", tz="UTC"), nullable=False),
         pa.field("headers", HEADERS_TYPE),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC"), nullable=False),
     ]
 )
+"""The fields of a Message, in their order. `headers` is null for a message without headers."""
 
 
 def record_batch(decoded: Columns, header: BatchHeader, topic: str, partition: str, skip: int) -> pa.RecordBatch:
     """Returns the batch without its first `skip` messages. Raises CorruptData if a column's offsets do not ascend."""
-    arrays = [column(name, decoded, header) for name in SCHEMA.names]
-    schema = SCHEMA.with_metadata({"topic": topic, "partition": partition})
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)[skip:]
+    constants = [pa.repeat(name, header.count) for name in (topic, partition)]
+    arrays = [*constants, *(make(decoded, header) for make in _COLUMNS.values())]
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)[skip:]
 
 
 def column(name: str, decoded: Columns, header: BatchHeader) -> pa.Array:
-    """Returns one column of SCHEMA, with all messages of the batch. Raises CorruptData like record_batch()."""
+    """Returns a column of SCHEMA after `partition`, with all messages of the batch. Raises CorruptData like
+    record_batch()."""
     return _COLUMNS[name](decoded, header)
 
 
@@ -69,8 +73,8 @@ _COLUMNS: dict[str, Callable[[Columns, BatchHeader], pa.Array]] = {
     "offset": _offsets,
     "key": _keys,
     "value": _values,
-    "timestamp": _timestamps,
     "headers": _headers_or_nulls,
+    "timestamp": _timestamps,
 }
 
 
@@ -90,4 +94,4 @@ def _headers(column: BinaryColumn) -> pa.Array:
     offsets = pa.array(accumulate(map(len, maps), initial=0), pa.int32())
     names = pa.array([name for entries in maps for name, _text in entries], pa.string())
     texts = pa.array([text for entries in maps for _name, text in entries], pa.binary())
-    return pa.MapArray.from_arrays(offsets, names, texts)
+    return pa.MapArray.from_arrays(offsets, names, texts, mask=pa.array([not entries for entries in maps], pa.bool_()))

@@ -215,8 +215,7 @@ class MessageBatch(Generic[T]):
             yield part
 
     def to_arrow(self) -> Any:
-        """Returns a pyarrow.RecordBatch: offset, key, value, timestamp, headers. The schema's metadata has topic and
-        partition.
+        """Returns a pyarrow.RecordBatch with the fields of Message as columns, as metamq.scan() has them.
 
         Keys and values refer to the received bytes without a copy; `decode=` is not applied. Raises ConfigError without
         pyarrow, and UndecodableBatch.

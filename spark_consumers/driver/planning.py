@@ -8,34 +8,27 @@ be missing, so the driver warns. If the slave does not have a requested offset o
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, TopicNotFound
-from metamq.spark_consumers.source.fetch import FetchTask
-from metamq.spark_consumers.source.ranges import OffsetRange, split
+from metamq.client.scan.cluster_view import ask_until_answered, offset_inside
+from metamq.client.scan.fetch import FetchTask
+from metamq.client.scan.ranges import OffsetRange, split
+from metamq.errors import ConfigError, MetamqError
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsResult
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
-    from metamq.client.admin.admin_brokers import Found
-    from metamq.spark_consumers.driver.cluster_view import ClusterView, Topics
+    from metamq.client.scan.cluster_view import SlaveCheck, Topics
+    from metamq.spark_consumers.driver.query_view import QueryView
     from metamq.spark_consumers.source.boundaries import Boundary
     from metamq.spark_consumers.source.options import SourceOptions
     from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.spark")
 
-ASK_AGAIN_S = 0.2
-SLAVES_AFTER_S = 3.0
-"""Seconds after which slaves are asked. A restarted master is registered again by then."""
 
-SlaveCheck = Callable[[TopicPartition, OffsetsResult], bool]
-"""Returns True if a slave's answer for a partition is enough."""
-
-
-def batch_ranges(view: ClusterView, options: SourceOptions) -> list[OffsetRange]:
+def batch_ranges(view: QueryView, options: SourceOptions) -> list[OffsetRange]:
     """Returns the ranges of a batch query, one per partition. Raises for a wrong option, and for lost messages."""
     partitions = view.partitions(options.subscription)
     with_slaves = options.read_from == "any"
@@ -53,7 +46,7 @@ def batch_ranges(view: ClusterView, options: SourceOptions) -> list[OffsetRange]
 
 
 def find_starts(
-    view: ClusterView, options: SourceOptions, partitions: Topics, *, with_slaves: bool = False
+    view: QueryView, options: SourceOptions, partitions: Topics, *, with_slaves: bool = False
 ) -> dict[TopicPartition, tuple[int, int]]:
     """Returns the query's start by its options, and the epoch of the message before (-1: unknown)."""
     if not partitions:  # the other kinds of subscription raise an error
@@ -77,7 +70,7 @@ def find_starts(
 
 
 def ask(
-    view: ClusterView,
+    view: QueryView,
     boundary: Boundary,
     wanted: Mapping[TopicPartition, int],
     partitions: Topics,
@@ -94,58 +87,8 @@ def ask(
     return ask_until_answered(view, questions, timeout_s, slave_check)
 
 
-def ask_until_answered(
-    view: ClusterView,
-    questions: Mapping[TopicPartition, tuple[str, int]],
-    timeout_s: float,
-    slave_check: SlaveCheck | None = None,
-) -> dict[TopicPartition, OffsetsResult]:
-    """Returns the answers to these questions; see ask()."""
-    answers: dict[TopicPartition, OffsetsResult] = {}
-    for tp, found in ask_until_settled(view, questions, timeout_s, slave_check=slave_check).items():
-        if not isinstance(found, OffsetsResult):
-            raise found
-        answers[tp] = found
-    return answers
-
-
-def ask_until_settled(
-    view: ClusterView,
-    questions: Mapping[TopicPartition, tuple[str, int]],
-    timeout_s: float,
-    read_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
-    slave_check: SlaveCheck | None = None,
-) -> dict[TopicPartition, Found]:
-    """Retries while errors are transient. Raises an error that lasts too long.
-
-    It is also transient if a broker does not know a topic that ZooKeeper has: the topic or the broker is new.
-    """
-    deadline = time.monotonic() + timeout_s
-    slaves_from = time.monotonic() + min(SLAVES_AFTER_S, timeout_s / 2)
-    settled: dict[TopicPartition, Found] = {}
-    left = dict(questions)
-    while left:
-        for tp, found in view.offsets(left, read_to).items():
-            if isinstance(found, OffsetsResult) or not (found.retriable or isinstance(found, TopicNotFound)):
-                settled[tp] = found
-                del left[tp]
-            elif time.monotonic() > deadline:
-                raise found
-            else:
-                log.info("requesting the start and end of %s again: %s", tp, found)
-        if left and slave_check is not None and time.monotonic() > slaves_from:
-            for tp, answer in view.offsets_of_slaves(left).items():
-                if slave_check(tp, answer):
-                    log.warning("%s is read up to a slave's end: its broker has no master, which may have more", tp)
-                    settled[tp] = answer
-                    del left[tp]
-        if left:
-            time.sleep(ASK_AGAIN_S)
-    return settled
-
-
 def tasks(
-    view: ClusterView,
+    view: QueryView,
     options: SourceOptions,
     ranges: Iterable[OffsetRange],
     epochs: Mapping[TopicPartition, tuple[int, int]] | None = None,
@@ -227,12 +170,8 @@ def chosen_offset(
         )
     if boundary.is_time or wanted in (EARLIEST, LATEST):
         return answer.offset
-    inside = min(max(wanted, answer.start_offset), answer.stable_offset)
-    if inside != wanted and fail_on_data_loss:
-        error = OffsetOutOfRange(str(tp), wanted, answer.start_offset, answer.stable_offset)
-        error.hint = f"Correct option {boundary.option!r}; with failOnDataLoss=false the nearest offset is used."
-        raise error
-    return inside
+    hint = f"Correct option {boundary.option!r}; with failOnDataLoss=false the nearest offset is used."
+    return offset_inside(tp, wanted, answer, hint if fail_on_data_loss else None)
 
 
 def check_direction(

@@ -23,11 +23,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from metamq.client.scan import cluster_view
+from metamq.client.scan.ranges import OffsetRange
 from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange, TopicNotFound
 from metamq.spark_consumers.driver import planning, progress
-from metamq.spark_consumers.driver.cluster_view import ClusterView, Topics
 from metamq.spark_consumers.driver.progress import BatchLimits
 from metamq.spark_consumers.driver.publishing import Publisher
+from metamq.spark_consumers.driver.query_view import QueryView
 from metamq.spark_consumers.driver.stream_offsets import (
     Places,
     StreamOffset,
@@ -36,14 +38,13 @@ from metamq.spark_consumers.driver.stream_offsets import (
     from_json,
     to_json,
 )
-from metamq.spark_consumers.source.ranges import OffsetRange
 from metamq.wire.commands import LATEST, OffsetsResult
 from metamq.words import count
 from metamq.zk.partitions import TopicPartition, partition_order
 
 if TYPE_CHECKING:
     from metamq.client.admin.admin_brokers import Found
-    from metamq.spark_consumers.source.fetch import FetchTask
+    from metamq.client.scan.fetch import FetchTask
     from metamq.spark_consumers.source.options import SourceOptions
 
 log = logging.getLogger("metamq.spark")
@@ -57,7 +58,7 @@ class StreamPlanner:
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
-        self._view: ClusterView | None = None
+        self._view: QueryView | None = None
         self._publisher: Publisher | None = None
         self._at_start: Mapping[TopicPartition, OffsetsResult] = {}
         """The brokers' answers when the target was fixed. They stand for brokers that are unreachable later."""
@@ -68,9 +69,9 @@ class StreamPlanner:
         self._unanswered = Unanswered(options.poll_timeout_s)
         self._warned: set[str] = set()
 
-    def _opened(self) -> ClusterView:
+    def _opened(self) -> QueryView:
         if self._view is None:
-            view = ClusterView(self._options.access)
+            view = QueryView(self._options.access)
             if self._options.group is not None:
                 view.check_group(self._options.group)
                 self._publisher = Publisher(partial(view.publish_soon, self._options.group))
@@ -85,7 +86,7 @@ class StreamPlanner:
         view = self._opened()
         present = view.partitions(self._options.subscription, missing_ok=True)
         questions = {tp: (topic_id, LATEST) for tp, topic_id in present.items()}
-        self._at_start = planning.ask_until_answered(view, questions, self._options.poll_timeout_s)
+        self._at_start = cluster_view.ask_until_answered(view, questions, self._options.poll_timeout_s)
         self._target = {
             tp: StreamPlace(present[tp], answer.stable_offset, answer.epoch) for tp, answer in self._at_start.items()
         }
@@ -101,10 +102,10 @@ class StreamPlanner:
             has_said_all = is_only_batch or self._target is not None
             if has_said_all or not self._unanswered.may_pass(time.monotonic()):
                 return none
-            time.sleep(planning.ASK_AGAIN_S)
+            time.sleep(cluster_view.ASK_AGAIN_S)
         return to_json(offset)
 
-    def _planned(self, view: ClusterView, done: Places, is_only_batch: bool) -> StreamOffset | None:
+    def _planned(self, view: QueryView, done: Places, is_only_batch: bool) -> StreamOffset | None:
         """Plans the next batch from the brokers that answer. Returns None if there is no batch to run now."""
         try:
             present = view.partitions(self._options.subscription, missing_ok=True)
@@ -124,19 +125,19 @@ class StreamPlanner:
             self._last_batch_s = time.monotonic()
         return step.offset
 
-    def _first_places(self, view: ClusterView) -> dict[TopicPartition, StreamPlace]:
+    def _first_places(self, view: QueryView) -> dict[TopicPartition, StreamPlace]:
         """Returns the query's start, by its options."""
-        present: Topics = view.partitions(self._options.subscription)
+        present: cluster_view.Topics = view.partitions(self._options.subscription)
         starts = planning.find_starts(view, self._options, present)
         return {tp: StreamPlace(topic_id, *starts[tp]) for tp, topic_id in present.items()}
 
     def _answers(
-        self, view: ClusterView, done: Places, present: Topics, is_only_batch: bool
+        self, view: QueryView, done: Places, present: cluster_view.Topics, is_only_batch: bool
     ) -> dict[TopicPartition, Found]:
         questions = {tp: (topic_id, LATEST) for tp, topic_id in present.items()}
         read_to = {tp: place[1:] for tp, place in done.items() if present.get(tp) == place.topic_id}
         if is_only_batch:
-            answers = planning.ask_until_settled(view, questions, self._options.poll_timeout_s, read_to)
+            answers = cluster_view.ask_until_settled(view, questions, self._options.poll_timeout_s, read_to)
         else:
             answers = view.offsets(questions, read_to)
         self._unanswered.note(answers, time.monotonic())

@@ -35,9 +35,6 @@ _JSON_TYPES: dict[str, Any] = {
 }
 """Types that have other names in a schema's JSON."""
 
-CREATE_TIME = 0
-"""The type of each timestamp: the producer set it."""
-
 
 def full_schema(include_headers: bool) -> dict[str, Any]:
     """Returns the columns of a query without a schema, as the JSON of Spark's StructType.

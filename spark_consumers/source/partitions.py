@@ -11,7 +11,7 @@ from pyspark.sql.datasource import InputPartition
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-    from metamq.spark_consumers.source.fetch import FetchTask
+    from metamq.client.scan.fetch import FetchTask
 
 
 _is_frozen = False
@@ -42,8 +42,8 @@ def read_partition(partition: object, schema: StructType) -> Iterator[Any]:
     """Yields the Arrow batches of a task; none for the partition that Spark makes if there is nothing to read."""
     if not isinstance(partition, RangePartition):
         return
-    from metamq.spark_consumers.source.arrow_batches import ArrowBatches
-    from metamq.spark_consumers.source.fetch import fetch
+    from metamq.client.scan.arrow_batches import ArrowBatches
+    from metamq.client.scan.fetch import fetch
     from metamq.spark_consumers.source.spark_versions import arrow_schema
 
     task = partition.task

@@ -9,7 +9,7 @@ import pytest
 
 from metamq import SecurityConfig
 from metamq.client.net.blocking_connection import BlockingConnection
-from metamq.spark_consumers.source.connection_pool import (
+from metamq.client.scan.connection_pool import (
     IDLE_MAX,
     ConnectionKey,
     ConnectionPool,

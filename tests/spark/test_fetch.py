@@ -12,6 +12,9 @@ import pytest
 
 from metamq.client.background import background
 from metamq.client.net.cluster import MASTER
+from metamq.client.scan.arrow_batches import ArrowBatches
+from metamq.client.scan.fetch import FETCH_BYTES, Fetching, FetchTask, fetch
+from metamq.client.scan.replicas import ReplicaAddress
 from metamq.client.settings import ClusterAccess, zookeeper_root
 from metamq.errors import (
     ConfigError,
@@ -22,13 +25,10 @@ from metamq.errors import (
     OffsetOutOfRange,
     TopicNotFound,
 )
-from metamq.spark_consumers.driver.cluster_view import ClusterView
 from metamq.spark_consumers.driver.planning import batch_ranges, tasks
+from metamq.spark_consumers.driver.query_view import QueryView
 from metamq.spark_consumers.driver.stream_offsets import StreamPlace
-from metamq.spark_consumers.source.arrow_batches import ArrowBatches
-from metamq.spark_consumers.source.fetch import FETCH_BYTES, Fetching, FetchTask, fetch
 from metamq.spark_consumers.source.options import parse_options
-from metamq.spark_consumers.source.replicas import ReplicaAddress
 from metamq.testing import Cluster, cluster
 from metamq.zk.groups.ownership import CommittedOffset, read_offset
 from metamq.zk.nodes import ANY_VERSION
@@ -56,7 +56,7 @@ def planned(running: Cluster, topic: str, **options: str) -> list[FetchTask]:
     """The tasks of a batch query; they have brokers send what there is."""
     given = {"zookeeper": running.zookeeper, "subscribe": topic, "readFiles": "false", **options}
     parsed = parse_options(given, streaming=False)
-    with ClusterView(parsed.access) as view:
+    with QueryView(parsed.access) as view:
         ranges = batch_ranges(view, parsed)
         return tasks(view, parsed, ranges, topics={one.tp.topic for one in ranges})
 
@@ -269,7 +269,7 @@ def test_a_broken_connection_sends_no_task_to_zookeeper(own: Cluster, monkeypatc
     count = 4 * FETCH_BYTES // 1000
     send(own, "t", numbered(count, 1000))
     (task,) = planned(own, "t")
-    monkeypatch.setattr("metamq.spark_consumers.source.fetch.find_replicas", asked)
+    monkeypatch.setattr("metamq.client.scan.fetch.find_replicas", asked)
     fetching = Fetching(task)
     counts = []
     for chunk in fetching.chunks():
@@ -357,7 +357,7 @@ def test_a_group_with_members_is_refused(own: Cluster) -> None:
     """Where a query publishes its progress, no consumer's own offsets may be."""
     own.create_topic("t", partitions=1)
     place = {TopicPartition("t", "0-0"): StreamPlace("id", 1)}
-    with ClusterView(ClusterAccess(own.zookeeper, zookeeper_root(None))) as view:
+    with QueryView(ClusterAccess(own.zookeeper, zookeeper_root(None))) as view:
         view.check_group("g")
         with own.consumer(topics="t", group="g") as consumer:
             wait_until(lambda: consumer.assignment, what="the assignment")

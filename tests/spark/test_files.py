@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from metamq.client.scan import fetch as fetching
+from metamq.client.scan.fetch import FetchTask
+from metamq.client.scan.files import FileReader
 from metamq.errors import CorruptData, OffsetDiverged
-from metamq.spark_consumers.source import fetch as fetching
-from metamq.spark_consumers.source.fetch import FetchTask
-from metamq.spark_consumers.source.files import FileReader
 from metamq.testing import Cluster
 from metamq.wire.addresses import is_own_address
 from metamq.wire.buffer_pool import BufferPool
@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_opened_is_read_through_the_broker(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as there:
-        there.setattr("metamq.spark_consumers.source.files.os.open", refused)
+        there.setattr("metamq.client.scan.files.os.open", refused)
         assert table(files(own, "t")).num_rows == COUNT
     assert not opened
     assert table(files(own, "t")).num_rows == COUNT

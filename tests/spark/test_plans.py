@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metamq.client.scan.ranges import OffsetRange, split
 from metamq.errors import ConfigError, OffsetOutOfRange
 from metamq.spark_consumers.driver.planning import check_direction, chosen_offset, question
 from metamq.spark_consumers.source.boundaries import Boundary
 from metamq.spark_consumers.source.columns import check_columns, full_schema
 from metamq.spark_consumers.source.options import SourceOptions, Subscription, check_options, parse_options
-from metamq.spark_consumers.source.ranges import OffsetRange, split
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsResult
 from metamq.zk.partitions import TopicPartition
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from metamq.client.scan import connection_pool
+from metamq.client.scan import files as opening
+from metamq.client.scan.fetch import fetch
+from metamq.client.scan.files import FileReader, NotItsFile
 from metamq.errors import ProtocolError
-from metamq.spark_consumers.source import connection_pool
-from metamq.spark_consumers.source import files as opening
-from metamq.spark_consumers.source.fetch import fetch
-from metamq.spark_consumers.source.files import FileReader, NotItsFile
 from metamq.testing import Cluster
 from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import FilePlace
@@ -104,12 +104,12 @@ def test_what_is_refused_is_asked_of_the_broker_with_one_warning(
     tasks = planned(running, "t", readFiles="true")
     assert {replica.data for task in tasks for replica in task.replicas} == {str(data)}
     (data / "topics").mkdir(exist_ok=True)
-    with caplog.at_level(logging.WARNING, "metamq.spark"):
+    with caplog.at_level(logging.WARNING, "metamq.client"):
         for place in STRANGE.values():
             told[:] = [place(data)]
             if told[0].path.isprintable() and told[0].path.isascii():  # else the broker cannot send it
                 assert table(tasks).num_rows == COUNT
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "metamq.spark"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "metamq.client"]
     assert "t/0-0 is read through the broker: " in warning
 
 
@@ -124,7 +124,7 @@ def test_a_replica_that_registers_no_data_folder_is_asked_to_send(
     def never(*_: object) -> None:
         raise AssertionError("a file is read")
 
-    monkeypatch.setattr("metamq.spark_consumers.source.fetch.FileReader", never)
+    monkeypatch.setattr("metamq.client.scan.fetch.FileReader", never)
     assert table(earlier).num_rows == COUNT
     with pytest.raises(AssertionError):
         table(tasks)

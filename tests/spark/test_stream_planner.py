@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from metamq.client.scan.fetch import FetchTask, fetch
 from metamq.client.settings import ClusterAccess
 from metamq.errors import ConfigError, ConnectError, OffsetDiverged
-from metamq.spark_consumers.driver.cluster_view import ClusterView
 from metamq.spark_consumers.driver.planning import batch_ranges
+from metamq.spark_consumers.driver.query_view import QueryView
 from metamq.spark_consumers.driver.stream_offsets import START
 from metamq.spark_consumers.driver.stream_planner import StreamPlanner
-from metamq.spark_consumers.source.fetch import FetchTask, fetch
 from metamq.spark_consumers.source.options import parse_options
 from metamq.testing import Cluster
 from metamq.wire import columns
@@ -153,7 +153,7 @@ def test_what_is_hardly_meant_is_warned_of(two: Cluster, caplog: pytest.LogCaptu
             with contextlib.closing(StreamPlanner(parsed)) as planner:
                 planner.next_offset(START, is_only_batch=False)
         else:
-            with ClusterView(ClusterAccess(two.zookeeper)) as view:
+            with QueryView(ClusterAccess(two.zookeeper)) as view:
                 batch_ranges(view, parsed)
     first, second = (record.getMessage() for record in caplog.records if record.name == "metamq.spark")
     assert first == "no topic matches option 'subscribePattern', 'doubtfull.*', at present"
@@ -269,7 +269,7 @@ def test_a_batch_that_begins_behind_its_end_is_an_error(
     two_brokers: Cluster, options: dict[str, str], words: str | None
 ) -> None:
     parsed = parse_options({"zookeeper": two_brokers.zookeeper, "subscribe": "t", **options}, streaming=False)
-    with ClusterView(ClusterAccess(two_brokers.zookeeper)) as view:
+    with QueryView(ClusterAccess(two_brokers.zookeeper)) as view:
         if words is not None:
             with pytest.raises(ConfigError, match=words):
                 batch_ranges(view, parsed)

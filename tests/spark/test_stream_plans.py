@@ -264,7 +264,7 @@ def test_what_fails_for_good_ends_the_query() -> None:
 
 
 class Slow:
-    """In the place of a ClusterView: what is published, and when it is done."""
+    """In the place of a QueryView: what is published, and when it is done."""
 
     def __init__(self) -> None:
         self.published: list[Places] = []

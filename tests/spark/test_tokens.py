@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from metamq import Admin, Producer, SecurityConfig
+from metamq.client.scan.connection_pool import ConnectionKey, connection_pool
+from metamq.client.scan.fetch import FetchTask, fetch
 from metamq.errors import AuthenticationFailed, ConfigError, ConnectError, NotAuthorized
 from metamq.security.certificates import Authority
 from metamq.security.config import DelegatedConfig
 from metamq.security.rights import READ, WRITE
-from metamq.spark_consumers.driver.cluster_view import ClusterView
 from metamq.spark_consumers.driver.planning import batch_ranges, tasks
+from metamq.spark_consumers.driver.query_view import QueryView
 from metamq.spark_consumers.sink import sink_client as worker
 from metamq.spark_consumers.sink.sink_client import for_tasks
 from metamq.spark_consumers.sink.sink_options import SinkOptions, parse_sink_options
-from metamq.spark_consumers.source.connection_pool import ConnectionKey, connection_pool
 from metamq.spark_consumers.source.driver_secret import token_seed
-from metamq.spark_consumers.source.fetch import FetchTask, fetch
 from metamq.spark_consumers.source.options import parse_options
 from metamq.testing import Cluster, cluster
 from tests.parts import wait_until
@@ -72,7 +72,7 @@ def driver(secure: Cluster, certificates: Path, tmp_path: Path, monkeypatch: pyt
 def planned(secure: Cluster, **options: str) -> list[FetchTask]:
     given = {"zookeeper": secure.zookeeper, "subscribe": TOPIC, "readFiles": "false", **options}
     parsed = parse_options(given, streaming=False)
-    with ClusterView(parsed.access) as view:
+    with QueryView(parsed.access) as view:
         ranges = batch_ranges(view, parsed)
         return tasks(view, parsed, ranges, topics={one.tp.topic for one in ranges})
 

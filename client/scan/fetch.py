@@ -1,14 +1,14 @@
-"""Reads one range of a partition for a task, in the task's thread.
+"""Reads one range of a partition, in the thread that wants it: a task of Spark, or a thread of a scan.
 
-While Spark takes one answer, the broker already sends the next one into the socket's memory. The core that receives an
-answer also checks it and passes it to the JVM, while the data is in that core's cache.
+While the reader takes one answer, the broker already sends the next one into the socket's memory. The core that
+receives an answer also checks it and passes it on (Spark: to the JVM), while the data is in that core's cache.
 
 A task reads its range to the end, or fails. It gets every message once, in order. After an error (a broker that is
 restarted, a slave that is promoted, a damaged answer) it continues from its offset, at any replica that has it. If
 nothing comes for `poll_timeout_s`, the task fails, and Spark runs it again.
 
-The range existed when the driver asked for it. If messages of it are lost since then, that is an error; with
-failOnDataLoss=false they are left out.
+The range existed when it was planned. If messages of it are lost since then, that is an error, or with
+`fail_on_data_loss=False` they are left out.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from metamq.client.background import background
 from metamq.client.fetch.damage import report_of
 from metamq.client.fetch.fetch_queue import DAMAGED_FETCHES_MAX
 from metamq.client.net.cluster import MASTER
+from metamq.client.scan.connection_pool import ConnectionKey, PooledConnection, ReadPosition, connection_pool
+from metamq.client.scan.files import NOT_FOR_US, FileReader, NotItsFile, warn_once
+from metamq.client.scan.replicas import ReplicaAddress, find_replicas, find_topic_id
 from metamq.errors import (
     ConnectError,
     CorruptData,
@@ -34,9 +37,6 @@ from metamq.errors import (
     Timeout,
     TopicNotFound,
 )
-from metamq.spark_consumers.source.connection_pool import ConnectionKey, PooledConnection, ReadPosition, connection_pool
-from metamq.spark_consumers.source.files import NOT_FOR_US, FileReader, NotItsFile, warn_once
-from metamq.spark_consumers.source.replicas import ReplicaAddress, find_replicas, find_topic_id
 from metamq.wire.batch import BatchHeader, walk
 from metamq.wire.commands import FilePlace, GetResult
 from metamq.wire.headers import unpack
@@ -44,10 +44,10 @@ from metamq.wire.limits import BATCH_TARGET_BYTES
 from metamq.zk.names import parse_partition
 
 if TYPE_CHECKING:
+    from metamq.client.scan.ranges import OffsetRange
     from metamq.client.settings import ClusterAccess
-    from metamq.spark_consumers.source.ranges import OffsetRange
 
-log = logging.getLogger("metamq.spark")
+log = logging.getLogger("metamq.client")
 
 Chunk = list[tuple[BatchHeader, memoryview]]
 
@@ -65,7 +65,7 @@ REFUSALS_MAX = 3
 
 
 class FetchTask(NamedTuple):
-    """All data that a task needs to read its range. Goes to executors."""
+    """All data that a task needs to read its range. Goes to Spark's executors."""
 
     wanted: OffsetRange
     replicas: tuple[ReplicaAddress, ...]
@@ -79,6 +79,8 @@ class FetchTask(NamedTuple):
     poll_timeout_s: float = 120.0
     in_place: bool = False
     """True if the task may read files of a broker on the same machine."""
+    loss_setting: str = "failOnDataLoss=false"
+    """The setting that continues without lost messages, for errors."""
 
 
 def fetch(task: FetchTask) -> Iterator[Chunk]:
@@ -130,7 +132,7 @@ class Fetching:
                 chunk = self._next_chunk()
                 if chunk:
                     yield chunk
-                    self._progress_s = time.monotonic()  # Spark may have taken long for the chunk
+                    self._progress_s = time.monotonic()  # the reader may have taken long for the chunk
             if self.pooled is not None:
                 connection_pool().give_back(self.pooled)
                 self.pooled = None
@@ -226,7 +228,7 @@ class Fetching:
         pooled.ask(place, WAIT_MS, self._bytes_to_ask_for())
 
     def _ask_ahead(self) -> None:
-        """Requests the next messages before Spark gets the present ones."""
+        """Requests the next messages before the reader gets the present ones."""
         if self.pooled is not None and self._offset < self._wanted.end:
             try:
                 self._ask(self.pooled)
@@ -355,7 +357,7 @@ class Fetching:
                 return
         if is_last:
             stable = result.stable_offset if result is not None else self._offset
-            reason = "the query was planned with messages that the log does not have any more"
+            reason = "the range was planned with messages that the log does not have any more"
             lost = OffsetOutOfRange(str(self._wanted.tp), self._wanted.end, self._offset, stable, reason)
             self._lost(lost, self._wanted.end)
 
@@ -406,12 +408,12 @@ class Fetching:
         """Raises the error, or skips the lost messages."""
         if self._task.fail_on_data_loss:
             if isinstance(error, OffsetOutOfRange):
-                error.hint = "To continue without the lost messages: failOnDataLoss=false."
+                error.hint = f"To continue without the lost messages: {self._task.loss_setting}."
             raise error
         go_on_at = min(go_on_at, self._wanted.end)
         log.warning(
-            "%s: offsets %d to %d are left out, failOnDataLoss is false: %s",
-            self._wanted.tp, self._offset, go_on_at, error,
+            "%s: offsets %d to %d are left out, as %s allows: %s",
+            self._wanted.tp, self._offset, go_on_at, self._task.loss_setting, error,
         )  # fmt: skip
         self._offset, self._epoch = go_on_at, -1
         if self.pooled is not None:

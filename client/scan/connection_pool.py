@@ -1,13 +1,14 @@
 """Connections, each for one reader at a time, and with its fetch session at the broker. The next reader reuses them.
 
-Spark keeps its Python workers for many tasks. One reader at a time has a pooled connection, and uses it in its own
-thread.
+Spark keeps its Python workers for many tasks, and a process may scan many times. One reader at a time has a pooled
+connection, and uses it in its own thread. The pool itself is for any thread.
 """
 
 from __future__ import annotations
 
 import os
 import reprlib
+import threading
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -138,12 +139,12 @@ class ConnectionPool:
 
     def __init__(self) -> None:
         self.kept: list[PooledConnection] = []
+        self._lock = threading.Lock()
 
     def take(self, key: ConnectionKey) -> PooledConnection:
         """Returns a connection for one reader. Raises UnsupportedVersion; ConnectError, also if another broker
         answers."""
-        for pooled in [one for one in reversed(self.kept) if one.key == key]:
-            self.kept.remove(pooled)
+        while (pooled := self._last(key)) is not None:
             if pooled.is_idle:
                 return pooled
             pooled.abort()
@@ -154,13 +155,19 @@ class ConnectionPool:
             raise another_answered(connection.address, connection.broker_id, key.broker_id)
         return PooledConnection(connection, key)
 
+    def _last(self, key: ConnectionKey) -> PooledConnection | None:
+        with self._lock:
+            at = next((at for at in reversed(range(len(self.kept))) if self.kept[at].key == key), None)
+            return None if at is None else self.kept.pop(at)
+
     def give_back(self, pooled: PooledConnection) -> None:
         """Keeps a connection for the next reader, unless an answer is outstanding. Closes broken ones."""
         pooled.close_partition()
-        before = [*self.kept, pooled]
-        self.kept = [one for one in before if one.is_idle][-IDLE_MAX:]
+        with self._lock:
+            before = [*self.kept, pooled]
+            self.kept = kept = [one for one in before if one.is_idle][-IDLE_MAX:]
         for one in before:
-            if one not in self.kept:
+            if one not in kept:
                 one.abort()
 
 

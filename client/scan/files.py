@@ -30,7 +30,7 @@ NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.ESTALE)
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 POSITION_MAX = 2**63 - 1
 
-log = logging.getLogger("metamq.spark")
+log = logging.getLogger("metamq.client")
 _warned = False
 
 

@@ -1,7 +1,6 @@
-"""The driver's view of the cluster: topics, offsets and replicas. Blocking, over the process's background loop.
+"""The driver's view of the cluster: a reader's, with the topics of a query, tokens for tasks, and published progress.
 
-A streaming query keeps one view while it runs. If a broker cannot be reached, the answers for its partitions are
-errors. Without ZooKeeper the view uses its last answers. A query survives both.
+A streaming query keeps one view while it runs. It survives without ZooKeeper, or without a broker.
 """
 
 from __future__ import annotations
@@ -10,74 +9,41 @@ import asyncio
 import concurrent.futures
 import contextlib
 import re
-from collections.abc import Collection, Coroutine, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_brokers import Found, ask_offsets, ask_slaves
-from metamq.client.background import background
-from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.delegating import DelegatedToken
-from metamq.client.net.first_contact import open_client_session
+from metamq.client.scan.cluster_view import ClusterView, Topics
 from metamq.errors import ConnectError, MetamqError, PartitionNotFound, TopicNotFound
 from metamq.security.delegation import rights_on
 from metamq.security.rights import READ
 from metamq.spark_consumers.source.driver_secret import token_seed
-from metamq.spark_consumers.source.replicas import ReplicaAddress, replicas_of
 from metamq.zk.groups.members import check_empty
 from metamq.zk.groups.ownership import CommittedOffset, reset_offset
-from metamq.zk.names import parse_partition
-from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
     from metamq.client.settings import ClusterAccess
     from metamq.spark_consumers.driver.stream_offsets import Places, StreamPlace
     from metamq.spark_consumers.source.options import Subscription
-    from metamq.wire.commands import OffsetsResult
+    from metamq.zk.partitions import TopicPartition
 
-T = TypeVar("T")
-
-SESSION_TIMEOUT_MS = 10_000
 PUBLISHED_AT_ONCE = 64
 
-Topics = dict[TopicPartition, str]
-"""The partitions of a query, with their topics' ids."""
 
-
-class ClusterView:
+class QueryView(ClusterView):
     """An open view. Raises ConnectError, ConfigError if it cannot be opened."""
 
     def __init__(self, access: ClusterAccess) -> None:
-        self._loop = background()
-        self._cluster = self._run(self._open(access))
+        super().__init__(access)
         self._topics: list[str] = []
         """The last list of topics, used while ZooKeeper is unreachable."""
         self._token: DelegatedToken | None = None
         """The token that is renewed until close()."""
         self._keeping: asyncio.Task[None] | None = None
 
-    async def _open(self, access: ClusterAccess) -> ClusterClient:
-        return ClusterClient(await open_client_session(access, SESSION_TIMEOUT_MS), with_slaves=True)
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run(coroutine)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Disconnects."""
-        self._run(self._close())
-
     async def _close(self) -> None:
         await self._end_token()
-        await self._cluster.close()
-        await self._cluster.session.close()
+        await super()._close()
 
     def delegated(
         self, access: ClusterAccess, topics: Collection[str], lifetime_s: float, *, keep: bool
@@ -147,48 +113,6 @@ class ClusterView:
             if not self._topics:
                 raise
         return self._topics
-
-    def offsets(
-        self,
-        questions: Mapping[TopicPartition, tuple[str, int]],
-        read_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
-    ) -> dict[TopicPartition, Found]:
-        """Returns the masters' answers for partition -> (topic id, a time in microseconds or EARLIEST, LATEST), or
-        errors.
-
-        `read_to`: (offset up to which a partition was read, epoch of the message before). Default: the log's start.
-        """
-        return self._run(
-            ask_offsets(self._cluster, questions, {**dict.fromkeys(questions, (0, -1)), **(read_to or {})})
-        )
-
-    def offsets_of_slaves(
-        self, questions: Mapping[TopicPartition, tuple[str, int]]
-    ) -> dict[TopicPartition, OffsetsResult]:
-        """Returns slaves' answers for partitions whose broker has no master now, if there are slaves that answer."""
-        return self._run(ask_slaves(self._cluster, questions))
-
-    def replicas(
-        self, partitions: Collection[TopicPartition], *, with_slaves: bool
-    ) -> dict[TopicPartition, tuple[ReplicaAddress, ...]]:
-        """Returns the replicas at which each partition can be read, as known last."""
-        return self._run(self._replicas(partitions, with_slaves))
-
-    async def _replicas(
-        self, partitions: Collection[TopicPartition], with_slaves: bool
-    ) -> dict[TopicPartition, tuple[ReplicaAddress, ...]]:
-        masters = await self._cluster.refresh_brokers()
-        if with_slaves:
-            await asyncio.gather(*map(self._cluster.know_slaves, {tp.topic for tp in partitions}))
-        found = {}
-        for tp in partitions:
-            broker_id, _index = parse_partition(tp.partition)
-            slaves = []
-            if with_slaves:
-                known = self._cluster.slaves.get(broker_id, {})
-                slaves = [known[number] for number in self._cluster.slaves_with(broker_id, tp.topic)]
-            found[tp] = replicas_of(masters.get(broker_id), slaves)
-        return found
 
     def check_group(self, group: str) -> None:
         """Raises ConfigError if the group has consumers, which set its offsets themselves."""
