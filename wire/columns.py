@@ -109,6 +109,15 @@ class ReadyColumn(NamedTuple):
     """One bit per message, for keys that may be null."""
 
 
+class ReadyTimes(NamedTuple):
+    """The timestamps of all messages, in microseconds."""
+
+    data: Buffer
+    """int64, one per message."""
+    lowest: int
+    highest: int
+
+
 class ReadyColumns(NamedTuple):
     """Messages whose columns are ready, for example from Arrow: encoding needs no work per message."""
 
@@ -117,6 +126,7 @@ class ReadyColumns(NamedTuple):
     keys: ReadyColumn | None = None
     headers: ReadyColumn | None = None
     """A msgpack map per entry; empty for no headers."""
+    timestamps: ReadyTimes | None = None
 
     def encode(
         self,
@@ -135,12 +145,18 @@ class ReadyColumns(NamedTuple):
         if self.keys is not None:
             flags |= layout.HAS_KEYS | (layout.HAS_NULL_KEYS if self.keys.validity is not None else 0)
             size += self._add(parts, self.keys)
+        max_timestamp_us = base_timestamp_us
+        if self.timestamps is not None:
+            flags |= layout.HAS_TIMESTAMPS
+            data, base_timestamp_us, max_timestamp_us = self.timestamps
+            parts.append(data)
+            size += 8 * self.messages
         if self.headers is not None:
             flags |= layout.HAS_HEADERS
             size += self._add(parts, self.headers)
         return _sealed(
             parts, codec=codec, flags=flags, count=self.messages, producer_id=producer_id, sequence=sequence,
-            plain_size=size, base_timestamp_us=base_timestamp_us, max_timestamp_us=base_timestamp_us,
+            plain_size=size, base_timestamp_us=base_timestamp_us, max_timestamp_us=max_timestamp_us,
         )  # fmt: skip
 
     def _add(self, parts: list[Buffer], column: ReadyColumn) -> int:

@@ -13,42 +13,16 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from metamq.client.producer.outgoing import OutgoingBatch
 from metamq.client.producer.sender import Sender
 from metamq.errors import MetamqError, closed_client
 
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient
-    from metamq.wire.columns import ReadyColumns
+    from metamq.client.producer.batching import ColumnarBatch
+    from metamq.client.producer.outgoing import OutgoingBatch
     from metamq.wire.compression import Codec
 
 BUFFER_BYTES = 32 * 1024 * 1024
-
-
-class ColumnarBatch(OutgoingBatch):
-    """Messages in finished columns. `place`: (broker id, index) of their partition; None: any."""
-
-    __slots__ = ("columns",)
-
-    def __init__(self, topic: str, columns: ReadyColumns, size: int, place: tuple[int, int] | None) -> None:
-        super().__init__(topic)
-        self.columns = columns
-        self.size = size
-        if place is not None:
-            self.broker_id, self.partition = place
-
-    @property
-    def messages(self) -> int:
-        """The number of messages."""
-        return self.columns.messages
-
-    def encode(self, codec: Codec, producer_id: int, sequence: int) -> bytearray:
-        """Encodes the batch; see OutgoingBatch.encode."""
-        self.sequence = sequence
-        self.encoded = self.columns.encode(
-            base_timestamp_us=self.timestamp_us, codec=codec, producer_id=producer_id, sequence=sequence
-        )
-        return self.encoded
 
 
 class Shipment:

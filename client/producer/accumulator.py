@@ -51,8 +51,9 @@ from metamq.client.producer.topic_buffer import (
     TopicBuffer,
     add_message,
     align_columns,
-    chunk_bounds,
+    chunks,
     failed_batch,
+    new_batch,
     refuse_large,
     too_large,
 )
@@ -240,7 +241,7 @@ class Accumulator:
         if batch is not None:
             index = add_message(batch, value, key, headers, timestamp_us, size)
         else:
-            batch = self._new_batch(buffer, None if number is None else buffer.places[number], begun_ns)
+            batch = new_batch(buffer, None if number is None else buffer.places[number], begun_ns)
             index = add_message(batch, value, key, headers, timestamp_us, size)
             if number is None:
                 buffer.floating = batch
@@ -260,17 +261,6 @@ class Accumulator:
             buffer = TopicBuffer(topic, self._message_bytes_max)
             self.buffers[topic] = self._fast[topic] = buffer
         return buffer
-
-    def _new_batch(
-        self, buffer: TopicBuffer, place: tuple[int, int] | None, begun_ns: int | None = None
-    ) -> OutgoingBatch:
-        """Returns a batch that is not published yet."""
-        batch = OutgoingBatch(buffer.topic)
-        if place is not None:
-            batch.broker_id, batch.partition = place
-        if begun_ns is not None:
-            batch.created_ns = begun_ns
-        return batch
 
     def _seal(self, buffer: TopicBuffer, number: int | None) -> None:
         """Closes the floating batch, or the open batch of a place, if there is one."""
@@ -345,7 +335,7 @@ class Accumulator:
         return delivery
 
     def _send_many_unplaced(
-        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys, sizes: list[int]
+        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys | None, partition: str | None, sizes: list[int]
     ) -> ManyDelivery:
         total = sum(sizes) + len(sizes) * MESSAGE_OVERHEAD_BYTES
         parts = [self._placeholder(buffer, total)]
@@ -355,7 +345,7 @@ class Accumulator:
                 largest = max(sizes) + MESSAGE_OVERHEAD_BYTES
                 if largest > buffer.limit_bytes:
                     raise too_large(buffer, largest)
-                parts[:] = self._add_keyed(buffer, values, keys, sizes, begun_ns)
+                parts[:] = self._add_placed(buffer, values, keys, partition, sizes, begun_ns)
             except Exception as error:
                 failed = failed_batch(buffer.topic, error)
                 parts[:] = [failed]
@@ -369,7 +359,7 @@ class Accumulator:
         """Returns the batch that stands for the unplaced messages, after its size is increased by `size`."""
         batch = buffer.placeholder
         if batch is None:
-            batch = self._new_batch(buffer, None)
+            batch = new_batch(buffer, None)
             buffer.placeholder = batch
             self.outstanding[batch] = None
             self._wake()
@@ -380,78 +370,83 @@ class Accumulator:
     # -- many at once -----------------------------------------------------------------------------------------------
 
     def send_many(
-        self, topic: str, values: Sequence[bytes], keys: Keys | None, *, bounded: bool = True
+        self,
+        topic: str,
+        values: Sequence[bytes],
+        keys: Keys | None,
+        partition: str | None = None,
+        *,
+        bounded: bool = True,
     ) -> ManyDelivery:
         """Accepts a list of messages as whole batches, all or none. The work per message is done in C."""
         if self._is_inside():
-            send = partial(self.send_many, topic, values, keys, bounded=False)
+            send = partial(self.send_many, topic, values, keys, partition, bounded=False)
             return self._send_later(topic, send, lambda batch: ManyDelivery(self._owner, [batch]))
         sizes = [*map(len, values)]
         if keys is not None:
             sizes = [size + len(key or b"") for size, key in zip(sizes, keys, strict=True)]
         largest = max(sizes, default=0) + MESSAGE_OVERHEAD_BYTES
-        waiting_since: float | None = None
         with self.lock:
-            while True:
-                buffer = self._buffer(topic)
-                if largest > buffer.limit_bytes:
-                    raise too_large(buffer, largest)
-                if self.buffered_bytes < self._buffer_bytes or not bounded:
-                    break
-                waiting_since = self._wait_for_capacity(waiting_since)
-            if keys is None or all(key is None for key in keys):
+            buffer = self._with_capacity(topic, largest, bounded=bounded)
+            if not values or (partition is None and (keys is None or all(key is None for key in keys))):
                 self._seal_quick(buffer)
                 self._seal(buffer, None)
-                parts = self._chunks(buffer, None, values, None, sizes)
+                parts = chunks(buffer, None, values, None, sizes, self._batch_bytes)
                 self._add_sealed(buffer, parts)
                 return ManyDelivery(self._owner, parts)
             if buffer.config is None:
-                return self._send_many_unplaced(buffer, values, keys, sizes)
-            return ManyDelivery(self._owner, self._add_keyed(buffer, values, keys, sizes))
+                return self._send_many_unplaced(buffer, values, keys, partition, sizes)
+            return ManyDelivery(self._owner, self._add_placed(buffer, values, keys, partition, sizes))
 
-    def _add_keyed(
-        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys, sizes: list[int], begun_ns: int | None = None
-    ) -> list[OutgoingBatch]:
-        """Groups messages by partition and keeps their order. The messages without a key float as one group."""
+    def _with_capacity(self, topic: str, largest: int, *, bounded: bool) -> TopicBuffer:
+        """Returns a topic's buffer; waits for capacity if `bounded`. Raises MessageTooLarge if `largest` exceeds it."""
+        waiting_since: float | None = None
+        while True:
+            buffer = self._buffer(topic)
+            if largest > buffer.limit_bytes:
+                raise too_large(buffer, largest)
+            if self.buffered_bytes < self._buffer_bytes or not bounded:
+                return buffer
+            waiting_since = self._wait_for_capacity(waiting_since)
+
+    def _add_placed(
+        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys | None, partition: str | None, sizes: list[int],
+        begun_ns: int | None = None,
+    ) -> list[OutgoingBatch]:  # fmt: skip
+        """Groups messages by partition and keeps their order. The messages without a place float as one group."""
         groups: dict[int | None, list[int]] = {}
-        for i, key in enumerate(keys):
-            groups.setdefault(buffer.number_of(key, None, self._partitioner), []).append(i)
+        if partition is not None:
+            groups[buffer.number_of(None, partition, self._partitioner)] = [*range(len(values))]
+        else:
+            for i, key in enumerate(keys or ()):
+                groups.setdefault(buffer.number_of(key, None, self._partitioner), []).append(i)
         parts: list[OutgoingBatch] = []
         for number, picked in groups.items():
             if number is None:
                 self._seal_quick(buffer)
             self._seal(buffer, number)
-            parts += self._chunks(
+            parts += chunks(
                 buffer,
                 None if number is None else buffer.places[number],
                 [values[i] for i in picked],
-                None if number is None else [keys[i] for i in picked],
+                None if number is None or keys is None else [keys[i] for i in picked],
                 [sizes[i] for i in picked],
+                self._batch_bytes,
                 begun_ns,
             )
         self._add_sealed(buffer, parts)
         return parts
 
-    def _chunks(
-        self,
-        buffer: TopicBuffer,
-        place: tuple[int, int] | None,
-        values: Sequence[bytes],
-        keys: list[bytes | None] | None,
-        sizes: list[int],
-        begun_ns: int | None = None,
-    ) -> list[OutgoingBatch]:
-        """Returns sealed batches of at most `batch_bytes` each, or of one message."""
-        parts: list[OutgoingBatch] = []
-        for start, end, size in chunk_bounds(sizes, self._batch_bytes):
-            batch = self._new_batch(buffer, place, begun_ns)
-            batch.values = values[start:end]
-            batch.keys = keys[start:end] if keys is not None else None
-            batch.size = size
-            parts.append(batch)
-        return parts
+    def add_batches(self, topic: str, batches: Sequence[OutgoingBatch]) -> None:
+        """Accepts finished batches, which come after the earlier messages of their partitions. Raises `closed_by`."""
+        with self.lock:
+            buffer = self._buffer(topic)
+            self._seal_quick(buffer)
+            for batch in batches:
+                self._seal(buffer, buffer.numbers.get((batch.broker_id, batch.partition)))  # None: any partition
+            self._add_sealed(buffer, batches)
 
-    def _add_sealed(self, buffer: TopicBuffer, parts: list[OutgoingBatch]) -> None:
+    def _add_sealed(self, buffer: TopicBuffer, parts: Sequence[OutgoingBatch]) -> None:
         """Publishes all the batches at once."""
         outstanding = dict.fromkeys(parts)
         size = sum(batch.size for batch in parts)
@@ -504,6 +499,11 @@ class Accumulator:
             ]
         return min(begun, default=None)
 
+    def open_topic(self, config: TopicConfig) -> list[OutgoingBatch]:
+        """Places the waiting messages of a topic as resolved() does, if its partitions were not known."""
+        with self.lock:
+            return self.resolved(config) if self._buffer(config.topic).config is None else []
+
     def resolved(self, config: TopicConfig) -> list[OutgoingBatch]:
         """Places the waiting messages. Called when the loop has read the topic's configuration, first or changed.
 
@@ -517,7 +517,7 @@ class Accumulator:
             is_news = buffer.config is None
             buffer.configure(config, self._message_bytes_max)
             failed = [refused for batch in buffer.sealed for refused in refuse_large(batch, buffer)] if is_news else []
-            emptied = [batch for batch in buffer.sealed if not batch.values]
+            emptied = [batch for batch in buffer.sealed if not batch.messages]
             for batch in emptied:
                 buffer.sealed.remove(batch)
             unplaced, buffer.unplaced = buffer.unplaced, []

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from metamq.client.checks import check_callables, check_timeout
 from metamq.client.opened_later import OpenedLater
-from metamq.client.producer.producer_api import ProducerApi, ProducerSettings
+from metamq.client.producer.outgoing import ManyDelivery
+from metamq.client.producer.producer_api import ArrowTable, ProducerApi, ProducerSettings, table_tools
 from metamq.client.producer.producer_core import FLUSH_TIMEOUT_S, ProducerCore, ProducerOptions
 from metamq.client.settings import cluster_access, load
 from metamq.client.typevars import T
 
 if TYPE_CHECKING:
+    from metamq.client.producer.outgoing import OutgoingBatch
     from metamq.security.config import SecurityConfig
 
 
@@ -52,6 +54,27 @@ class BaseProducer(OpenedLater, ProducerApi[T]):
         self._core = ProducerCore(self._options, asyncio.get_running_loop(), wait_s=0)
         await self._core.open(self._access)
         return self
+
+    async def send_table(self, topic: str, table: ArrowTable) -> ManyDelivery:
+        """Accepts the rows of a table; see metamq.Producer.send_table. Await the result to know that they are stored.
+
+        Waits, as drain() does, while the buffer is full. Another thread reads the table, except in a transaction.
+        """
+        self._check_usable()
+        tools = table_tools()
+        rows = await asyncio.to_thread(tools.rows_of, table)
+        if self._has_transactions:
+            sent: ManyDelivery | None = self._send_many_in(topic, lambda: tools.messages_in(rows))
+            if sent is not None:
+                return sent
+        config = await self._core.open_topic(topic)
+        pieces = tools.batches_of(rows, config, self._core.options)
+        parts: list[OutgoingBatch] = []
+        while (batches := await asyncio.to_thread(next, pieces, None)) is not None:
+            await self._core.drain()
+            self._core.accumulator.add_batches(topic, batches)
+            parts += batches
+        return ManyDelivery(self._core, parts)
 
     async def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Waits until all accepted messages are stored. Raises an ExceptionGroup of the failures, or Timeout.

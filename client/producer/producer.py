@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from metamq.client.background import background
 from metamq.client.checks import check_callables, check_seconds, check_timeout
-from metamq.client.producer.producer_api import ProducerApi, ProducerSettings
+from metamq.client.producer.outgoing import ManyDelivery
+from metamq.client.producer.producer_api import ArrowTable, ProducerApi, ProducerSettings, table_tools
 from metamq.client.producer.producer_core import FLUSH_TIMEOUT_S, ProducerCore, ProducerOptions
 from metamq.client.settings import cluster_access, load
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, ForkedError
 
 if TYPE_CHECKING:
+    from metamq.client.producer.outgoing import OutgoingBatch
     from metamq.security.config import SecurityConfig
 
 log = logging.getLogger("metamq.client")
@@ -74,6 +76,33 @@ class BaseProducer(ProducerApi[T]):
         self._background.run(self._core.open(cluster_access(zookeeper, root, config, security)))
         self._closed = False
         _unclosed.add(self)
+
+    def send_table(self, topic: str, table: ArrowTable) -> ManyDelivery:
+        """Accepts the rows of a table: of Arrow, Polars, pandas, DuckDB, or a metamq.scan(). Thread-safe.
+
+        Its columns are those of metamq.scan(): `value`, and optionally `key`, `headers`, `timestamp` and `partition`. A
+        null means the same as no column. `topic` and `offset` are ignored; any other column is an error. `encode=` is
+        not applied. The partitioner is called once for each different key.
+
+        The table is read while the buffer has capacity, so it may be larger than the memory; this waits for capacity,
+        whatever `on_full` is. In a transaction all rows are in memory. Raises ConfigError for a wrong column,
+        TopicNotFound, PartitionNotFound, MessageTooLarge; earlier rows may be stored then.
+        """
+        self._check_usable()
+        self._core.check_not_inside()
+        tools = table_tools()
+        rows = tools.rows_of(table)
+        if self._has_transactions:
+            sent: ManyDelivery | None = self._send_many_in(topic, lambda: tools.messages_in(rows))
+            if sent is not None:
+                return sent
+        config = self._background.run(self._core.open_topic(topic))
+        parts: list[OutgoingBatch] = []
+        for batches in tools.batches_of(rows, config, self._core.options):
+            self._background.run(self._core.drain())
+            self._core.accumulator.add_batches(topic, batches)
+            parts += batches
+        return ManyDelivery(self._core, parts)
 
     def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Waits until all accepted messages are stored. Thread-safe.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypedDict
+from itertools import repeat
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypedDict
 
 from metamq.client.checks import not_picklable, wrong_type
 from metamq.client.model import timestamp_us
@@ -19,6 +21,12 @@ if TYPE_CHECKING:
     from metamq.client.producer.producer_core import ProducerCore
 
 Key = bytes | str | None
+
+
+class ArrowTable(Protocol):
+    """Any table that Arrow can read, by the Arrow PyCapsule interface."""
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any: ...
 
 
 class ProducerSettings(TypedDict, total=False):
@@ -85,23 +93,26 @@ class ProducerApi(Generic[T]):
             topic, plain, key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
         )
 
-    def send_many(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None) -> ManyDelivery:
+    def send_many(
+        self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None, *, partition: str | None = None
+    ) -> ManyDelivery:
         """Accepts many messages at once. This is the fast path: one Delivery, and no object per message. Thread-safe.
 
-        `keys` has one entry per value; None means no key. Messages with a key keep their order within their partition.
-        Messages without one go to any partition, a batch at a time, whatever their place in the list. Either all are
-        accepted, or none and the call raises as `send`. The buffer's capacity is checked once, and the list may exceed
-        it. If the Delivery fails, some of the messages may be stored.
+        `keys` has one entry per value; None means no key. `partition`: "0-3", for all of them, overrides the keys.
+        Messages with a key or a partition keep their order within their partition. Messages with neither go to any
+        partition, a batch at a time, whatever their place in the list. Either all are accepted, or none and the call
+        raises as `send`. The buffer's capacity is checked once, and the list may exceed it. If the Delivery fails, some
+        of the messages may be stored.
         """
-        plain, packed = self._checked(values, keys)
+        plain, packed = self._checked(values, keys, partition)
         if self._has_transactions:
-            sent: ManyDelivery | None = self._send_many_in(topic, plain, packed)
+            sent: ManyDelivery | None = self._send_many_in(topic, lambda: messages_of(plain, packed, partition))
             if sent is not None:
                 return sent
-        return self._core.accumulator.send_many(topic, plain, packed)
+        return self._core.accumulator.send_many(topic, plain, packed, partition)
 
     def _checked(
-        self, values: Iterable[T], keys: Iterable[Key] | None
+        self, values: Iterable[T], keys: Iterable[Key] | None, partition: str | None
     ) -> tuple[list[bytes], list[bytes | None] | None]:
         """Returns values and keys as they are stored. Raises WrongType, ConfigError."""
         if isinstance(values, bytes | str) or not isinstance(values, Iterable):
@@ -115,6 +126,8 @@ class ProducerApi(Generic[T]):
         if packed is not None and len(packed) != len(plain):
             problem = f"send_many() got {count(len(packed), 'key')} for {count(len(plain), 'value')}"
             raise ConfigError(problem, hint="Give one key for each value; None means no key.")
+        if partition is not None:
+            parse_partition(partition)
         return plain, packed
 
     def _message(
@@ -131,9 +144,11 @@ class ProducerApi(Generic[T]):
             return as_bytes(plain, "value")
         return checked_message(plain, key, headers, partition, timestamp)
 
-    def _messages(self, values: Iterable[T], keys: Iterable[Key] | None) -> list[AnyMessage]:
+    def _messages(
+        self, values: Iterable[T], keys: Iterable[Key] | None, partition: str | None = None
+    ) -> list[AnyMessage]:
         """Returns messages for a transaction. Raises as `send_many`."""
-        return messages_of(*self._checked(values, keys))
+        return messages_of(*self._checked(values, keys, partition), partition)
 
     def _send_in(
         self,
@@ -147,9 +162,19 @@ class ProducerApi(Generic[T]):
         """Sends with the caller's transaction. Returns None if the caller is in no transaction."""
         return None
 
-    def _send_many_in(self, topic: str, values: list[bytes], keys: list[bytes | None] | None) -> ManyDelivery | None:
+    def _send_many_in(self, topic: str, messages: Callable[[], list[AnyMessage]]) -> ManyDelivery | None:
         """Sends checked messages with the caller's transaction. Returns None if the caller is in no transaction."""
         return None
+
+
+def table_tools() -> ModuleType:
+    """Returns the module for send_table(). Raises ConfigError without pyarrow."""
+    try:
+        from metamq.client.producer import tables
+    except ImportError:
+        hint = "Install it with: pip install 'metamq[arrow]'"
+        raise ConfigError("send_table() needs pyarrow", hint=hint) from None
+    return tables
 
 
 def checked_message(
@@ -163,8 +188,12 @@ def checked_message(
     )
 
 
-def messages_of(values: list[bytes], keys: list[bytes | None] | None) -> list[AnyMessage]:
+def messages_of(values: list[bytes], keys: list[bytes | None] | None, partition: str | None) -> list[AnyMessage]:
     """Returns a message for each value. `keys`, if given, has a key or None for each of them."""
+    if partition is not None:
+        return [
+            CheckedMessage(v, key, partition=partition) for v, key in zip(values, keys or repeat(None), strict=False)
+        ]
     if keys is None:
         return [*values]
     return [v if key is None else CheckedMessage(v, key) for v, key in zip(values, keys, strict=True)]

@@ -29,6 +29,7 @@ from metamq.words import count
 
 if TYPE_CHECKING:
     from metamq.client.settings import ClusterAccess
+    from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.client")
@@ -201,6 +202,13 @@ class ProducerCore:
             else:
                 self._drop(topic, _recreated(topic))
 
+    async def open_topic(self, topic: str) -> TopicConfig:
+        """Returns the configuration of a topic, after earlier messages for it have their partitions. Raises
+        TopicNotFound, ConnectError."""
+        config = await self.cluster.topic(topic)
+        self._failed(self.accumulator.open_topic(config))
+        return config
+
     async def _resolve(self, topic: str) -> None:
         deadline = self.loop.time() + self.options.delivery_timeout_s
         try:
@@ -277,7 +285,7 @@ class ProducerCore:
         """Describes the messages that are not stored yet, and the last errors."""
         counts: Counter[str] = Counter()
         for batch in self._outstanding():
-            counts[batch.topic] += len(batch.values)
+            counts[batch.topic] += batch.messages
         what = ", ".join(f"{count(number, 'message')} for topic {topic!r}" for topic, number in counts.items())
         reasons = "; ".join(sorted(self.sender.problems()))
         return what + (f" (last error: {reasons})" if reasons else "")

@@ -67,12 +67,17 @@ class TopicBuffer:
         if key is None:
             return None
         number = partitioner(self.topic, key, len(self.places))
-        if not isinstance(number, int) or not 0 <= number < len(self.places):
-            raise ConfigError(
-                f"the partitioner returned {number!r} for a topic of {count(len(self.places), 'partition')}",
-                hint="It must return an index among them: 0, 1, and so on.",
-            )
+        check_number(number, len(self.places))
         return number
+
+
+def check_number(number: object, partitions: int) -> None:
+    """Raises ConfigError unless a partitioner may return this for a topic of so many partitions."""
+    if not isinstance(number, int) or not 0 <= number < partitions:
+        raise ConfigError(
+            f"the partitioner returned {number!r} for a topic of {count(partitions, 'partition')}",
+            hint="It must return an index among them: 0, 1, and so on.",
+        )
 
 
 def failed_batch(topic: str, error: Exception) -> OutgoingBatch:
@@ -83,6 +88,16 @@ def failed_batch(topic: str, error: Exception) -> OutgoingBatch:
         wrapped.__cause__ = error
         error = wrapped
     batch.complete(-1, error)
+    return batch
+
+
+def new_batch(buffer: TopicBuffer, place: tuple[int, int] | None, begun_ns: int | None = None) -> OutgoingBatch:
+    """Returns a batch that is not published yet."""
+    batch = OutgoingBatch(buffer.topic)
+    if place is not None:
+        batch.broker_id, batch.partition = place
+    if begun_ns is not None:
+        batch.created_ns = begun_ns
     return batch
 
 
@@ -184,3 +199,23 @@ def chunk_bounds(sizes: Sequence[int], batch_bytes: int) -> list[tuple[int, int,
         bounds.append((start, end, bytes_before(end) - bytes_before(start)))
         start = end
     return bounds
+
+
+def chunks(
+    buffer: TopicBuffer,
+    place: tuple[int, int] | None,
+    values: Sequence[bytes],
+    keys: list[bytes | None] | None,
+    sizes: list[int],
+    batch_bytes: int,
+    begun_ns: int | None = None,
+) -> list[OutgoingBatch]:
+    """Returns sealed batches of at most `batch_bytes` each, or of one message."""
+    parts: list[OutgoingBatch] = []
+    for start, end, size in chunk_bounds(sizes, batch_bytes):
+        batch = new_batch(buffer, place, begun_ns)
+        batch.values = values[start:end]
+        batch.keys = keys[start:end] if keys is not None else None
+        batch.size = size
+        parts.append(batch)
+    return parts

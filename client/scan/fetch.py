@@ -258,7 +258,8 @@ class Fetching:
                 if self._offset >= self._wanted.end:
                     break
         except CorruptData as damage:
-            return chunk, damage
+            place = f"the batch of {self._wanted.tp} with offset {self._offset}"
+            return chunk, CorruptData(place, damage.reason)
         return chunk, None
 
     def _parted(self, header: BatchHeader) -> OffsetDiverged:

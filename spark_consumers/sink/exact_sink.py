@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
+from metamq.client.producer.batching import Batcher
 from metamq.errors import ConfigError
-from metamq.spark_consumers.sink.batching import Batcher
 from metamq.spark_consumers.sink.checkpoint import (
     checkpoint_id,
     content,

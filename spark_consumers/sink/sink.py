@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
-from metamq.client.fetch.columnar import ColumnarBatch
+from metamq.client.producer.batching import Batcher
 from metamq.errors import ConfigError
-from metamq.spark_consumers.sink.batching import Batcher, TargetBatch
 from metamq.spark_consumers.sink.checkpoint import is_ending_a_batch, local_folder, newest_finished
 from metamq.spark_consumers.sink.sink_client import for_tasks, sink_client
 from metamq.spark_consumers.sink.sink_options import SinkOptions, check_sink_columns, parse_sink_options
@@ -60,14 +59,10 @@ class AtLeastOnce:
         shipment = client.shipment()
         batcher = Batcher(self._options.topic, client.topic)
         for rows in iterator:
-            shipment.send([_batch(one) for one in batcher.add(rows)])
-        shipment.send([_batch(one) for one in batcher.rest()])
+            shipment.send([one.outgoing() for one in batcher.add(rows)])
+        shipment.send([one.outgoing() for one in batcher.rest()])
         shipment.wait()
         return Stored()
-
-
-def _batch(batch: TargetBatch) -> ColumnarBatch:
-    return ColumnarBatch(batch.target.topic, batch.columns, batch.size, batch.target.place)
 
 
 class BatchWriter(AtLeastOnce, DataSourceArrowWriter):

@@ -23,7 +23,7 @@ from metamq.wire.xa import Verb, XACode, Xid
 
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient
-    from metamq.spark_consumers.sink.batching import TargetBatch
+    from metamq.client.producer.batching import TargetBatch
     from metamq.spark_consumers.sink.decisions import BranchName
     from metamq.wire.compression import Codec
     from metamq.zk.cluster.topics import TopicConfig

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from metamq.spark_consumers.sink.batching import Batcher
+from metamq.client.producer.batching import Batcher
 from metamq.spark_consumers.sink.committing import Committer
 from metamq.spark_consumers.sink.decision_store import SinkOwner
 from metamq.spark_consumers.sink.decisions import JOB, BranchName, name_of, new_attempt, new_job

@@ -17,9 +17,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from metamq.client.fetch.columnar import ColumnarBatch
+from metamq.client.producer.batching import Batcher
 from metamq.errors import ConfigError, ConnectError, MetamqError
-from metamq.spark_consumers.sink.batching import Batcher
 from metamq.spark_consumers.sink.branch_ends import CommitLost
 from metamq.spark_consumers.sink.committing import CommitUnfinished
 from metamq.spark_consumers.sink.decision_store import KEPT
@@ -421,7 +420,7 @@ def test_s1_8_f_at_least_once_all_of_a_second_attempt_is_stored_in_whatever_orde
         for at in range(0, len(rows), 100):
             some = pa.record_batch({"value": rows[at : at + 100], "key": rows[at : at + 100]})
             target_batch = [*batcher.add(some), *batcher.rest()]
-            shipment.send([ColumnarBatch(topic, one.columns, one.size, one.target.place) for one in target_batch])
+            shipment.send([one.outgoing() for one in target_batch])
         shipment.wait()
     assert seen(two, topic) == Counter(values) + Counter(values[:400])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from metamq.spark_consumers.sink.batching import Batcher
+from metamq.client.producer.batching import Batcher
 from metamq.spark_consumers.sink.decisions import (
     BranchName,
     NotOurs,

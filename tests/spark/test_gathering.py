@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from metamq.client.producer.batching import Batcher, TargetBatch
+from metamq.client.producer.packed_headers import packed_headers
 from metamq.client.producer.partitioner import by_key_hash
 from metamq.errors import ConfigError, MessageTooLarge, PartitionNotFound
-from metamq.spark_consumers.sink.batching import Batcher, TargetBatch
-from metamq.spark_consumers.sink.packed_headers import packed_headers
 from metamq.wire import batch as layout
 from metamq.wire import columns
 from metamq.wire.columns import unpack_header_pairs, unpack_headers

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from metamq.client.net.branches import TxClient
+from metamq.client.producer.batching import Batcher
 from metamq.errors import ConfigError, ConnectError, MetamqError, TryLater
-from metamq.spark_consumers.sink.batching import Batcher
 from metamq.spark_consumers.sink.decisions import BranchName, new_attempt
 from metamq.spark_consumers.sink.sink_client import SinkClient, sink_client
 from metamq.spark_consumers.sink.sink_options import SinkOptions, parse_sink_options

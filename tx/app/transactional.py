@@ -11,14 +11,14 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from metamq.client.checks import check_seconds, wrong_type
-from metamq.client.producer.producer_api import Key, ProducerApi, messages_of
+from metamq.client.producer.producer_api import Key, ProducerApi
 from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError
 from metamq.tx.app.transactions import OpenTransaction, RecoveredXid, Transactions, misuse, warn_of_unreached
 from metamq.wire.xa import Verb, Xid
 
 if TYPE_CHECKING:
-    from metamq.client.producer.outgoing import Delivery, ManyDelivery
+    from metamq.client.producer.outgoing import AnyMessage, Delivery, ManyDelivery
 
 log = logging.getLogger("metamq.tx")
 
@@ -147,12 +147,12 @@ class TransactionalProducer(ProducerApi[T]):
         self._wait_for_capacity(one)
         return one.outbox.add(topic, message)
 
-    def _send_many_in(self, topic: str, values: list[bytes], keys: list[bytes | None] | None) -> ManyDelivery | None:
+    def _send_many_in(self, topic: str, messages: Callable[[], list[AnyMessage]]) -> ManyDelivery | None:
         one = self._sending_in()
         if one is None:
             return None
         self._wait_for_capacity(one)
-        return one.outbox.add_many(topic, messages_of(values, keys))
+        return one.outbox.add_many(topic, messages())
 
     def _sending_in(self) -> OpenTransaction | None:
         """Returns the caller's transaction. Raises BranchMisuse inside of a dbtx block."""

@@ -74,11 +74,16 @@ class dbtx(DatabaseBlock):
             await self._working().send_many(topic, [message])
 
     async def send_many(
-        self, topic: str, values: Iterable[bytes], *, keys: Sequence[bytes | str | None] | None = None
+        self,
+        topic: str,
+        values: Iterable[bytes],
+        *,
+        keys: Sequence[bytes | str | None] | None = None,
+        partition: str | None = None,
     ) -> None:
         """Sends messages with the transaction; `keys`, if given, has one for each value. Raises the errors of
         send()."""
-        messages = self._producer._messages(values, keys)
+        messages = self._producer._messages(values, keys, partition)
         async with self._one_call:
             await self._working().send_many(topic, messages)
 

@@ -252,12 +252,17 @@ class dbtx(DatabaseBlock):
         self._background.run(work.send_many(topic, [message]))
 
     def send_many(
-        self, topic: str, values: Iterable[bytes], *, keys: Sequence[bytes | str | None] | None = None
+        self,
+        topic: str,
+        values: Iterable[bytes],
+        *,
+        keys: Sequence[bytes | str | None] | None = None,
+        partition: str | None = None,
     ) -> None:
         """Sends messages with the transaction; `keys`, if given, has one for each value. Raises the errors of
         send()."""
         work = self._working()
-        self._background.run(work.send_many(topic, self._producer._messages(values, keys)))
+        self._background.run(work.send_many(topic, self._producer._messages(values, keys, partition)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
