@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch
+from metamq.client.producer.outgoing import (
+    HEADERS_OVERHEAD_BYTES,
+    MESSAGE_OVERHEAD_BYTES,
+    TIMESTAMP_BYTES,
+    OutgoingBatch,
+)
 from metamq.client.producer.packed_headers import check_headers, packed_headers
-from metamq.client.producer.partitioner import Partitioner, by_key_hash
-from metamq.client.producer.topic_buffer import HEADERS_OVERHEAD_BYTES, TIMESTAMP_BYTES, check_number
+from metamq.client.producer.partitioner import Partitioner, by_key_hash, check_number
 from metamq.errors import ConfigError, MessageTooLarge, MetamqError, PartitionNotFound
 from metamq.wire.columns import ReadyColumn, ReadyColumns, ReadyTimes
 from metamq.wire.limits import BATCH_COUNT_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX

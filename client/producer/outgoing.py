@@ -29,6 +29,9 @@ Headers = Mapping[str, bytes]
 
 MESSAGE_OVERHEAD_BYTES = 8
 """Bytes of a message in a batch in addition to its data: its entry in the offsets, and space for a key's entry."""
+HEADERS_OVERHEAD_BYTES = 4
+"""The size of a message's entry in the column of headers, with or without headers."""
+TIMESTAMP_BYTES = 8
 
 SLOW_CALLBACK_S = 0.1
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from crc32c import crc32c
 
 from metamq.errors import ConfigError
+from metamq.words import count
 
 Partitioner = Callable[[str, bytes, int], int]
 """(topic, key, number of partitions) -> index among the topic's partitions in numeric order. It must be fast."""
@@ -42,3 +43,12 @@ def partitioner_named(choice: str | Partitioner) -> Partitioner:
     if choice == "round_robin":
         return RoundRobin()
     raise ConfigError(f"unknown partitioner {choice!r}", hint="Choose 'key_hash', 'round_robin', or give a callable.")
+
+
+def check_number(number: object, partitions: int) -> None:
+    """Raises ConfigError unless a partitioner may return this for a topic of so many partitions."""
+    if not isinstance(number, int) or not 0 <= number < partitions:
+        raise ConfigError(
+            f"the partitioner returned {number!r} for a topic of {count(partitions, 'partition')}",
+            hint="It must return an index among them: 0, 1, and so on.",
+        )

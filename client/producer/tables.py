@@ -76,7 +76,7 @@ def messages_in(rows: Iterable[pa.RecordBatch]) -> list[AnyMessage]:
 
 
 def rows_of(table: Any) -> Iterator[pa.RecordBatch]:
-    """Yields the rows in pieces, with columns of TYPES; `timestamp` as int64. Raises ConfigError, WrongType."""
+    """Yields the rows some at a time, with columns of TYPES; `timestamp` as int64. Raises ConfigError, WrongType."""
     if not hasattr(table, "__arrow_c_stream__"):
         raise wrong_type(
             "`table`", "a table of Arrow, Polars, pandas or DuckDB (an object with __arrow_c_stream__)", table
@@ -119,7 +119,7 @@ def _is_headers(kind: pa.DataType) -> bool:
     if pa.types.is_map(kind):
         return _is_text(kind.key_type) and _is_bytes(kind.item_type)
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        return kind == pa.null()
+        return bool(kind == pa.null())
     entry = kind.value_type
     is_named = pa.types.is_struct(entry) and [one.name for one in entry] == ["key", "value"]
     return bool(is_named) and _is_text(entry[0].type) and _is_bytes(entry[1].type)

@@ -13,20 +13,23 @@ from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import TYPE_CHECKING
 
-from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch, QuickBatch, size_of
+from metamq.client.producer.outgoing import (
+    HEADERS_OVERHEAD_BYTES,
+    MESSAGE_OVERHEAD_BYTES,
+    TIMESTAMP_BYTES,
+    OutgoingBatch,
+    QuickBatch,
+    size_of,
+)
+from metamq.client.producer.partitioner import check_number
 from metamq.errors import ConfigError, MessageTooLarge, MetamqError, PartitionNotFound
 from metamq.wire.limits import BATCH_COUNT_MAX, MESSAGE_BYTES_MAX
-from metamq.words import count
 from metamq.zk.names import parse_partition
 
 if TYPE_CHECKING:
     from metamq.client.producer.outgoing import Headers
     from metamq.client.producer.partitioner import Partitioner
     from metamq.zk.cluster.topics import TopicConfig
-
-HEADERS_OVERHEAD_BYTES = 4
-"""The size of a message's entry in the column of headers, with or without headers."""
-TIMESTAMP_BYTES = 8
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -69,15 +72,6 @@ class TopicBuffer:
         number = partitioner(self.topic, key, len(self.places))
         check_number(number, len(self.places))
         return number
-
-
-def check_number(number: object, partitions: int) -> None:
-    """Raises ConfigError unless a partitioner may return this for a topic of so many partitions."""
-    if not isinstance(number, int) or not 0 <= number < partitions:
-        raise ConfigError(
-            f"the partitioner returned {number!r} for a topic of {count(partitions, 'partition')}",
-            hint="It must return an index among them: 0, 1, and so on.",
-        )
 
 
 def failed_batch(topic: str, error: Exception) -> OutgoingBatch:
