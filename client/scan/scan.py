@@ -77,46 +77,36 @@ def scan(
     """
     schema = _schema(columns)
     names = _topic_names(topics)
-    for name, bound in (("start", start), ("end", end)):
-        _check_bound(name, bound)
-    for name, choice, allowed in (
-        ("on_data_loss", on_data_loss, ("fail", "earliest")),
-        ("read_from", read_from, ("any", "master")),
-    ):
-        if choice not in allowed:
-            raise ConfigError(f"`{name}` is {choice!r}", hint=f"Choose {' or '.join(map(repr, allowed))}.")
+    _check_bound("start", start)
+    _check_bound("end", end)
+    _check_choice("on_data_loss", on_data_loss, ("fail", "earliest"))
+    _check_choice("read_from", read_from, ("any", "master"))
     check_seconds("timeout_s", timeout_s, optional=False)
     access = cluster_access(zookeeper, root, config, security)
+    may_skip, with_slaves = on_data_loss == "earliest", read_from == "any"
     with ClusterView(access) as view:
         partitions: Topics = {}
         for name in names:
             found = view.topic(name)
             partitions |= dict.fromkeys(found.topic_partitions, found.id)
-        may_skip = on_data_loss == "earliest"
         starts = _offsets(view, partitions, "start", start, "earliest", timeout_s, may_skip=may_skip)
         ends = _offsets(view, partitions, "end", end, "latest", timeout_s, may_skip=may_skip)
-        with_slaves = read_from == "any"
         replicas = view.replicas(partitions, with_slaves=with_slaves)
-    tasks = []
-    for tp, topic_id in partitions.items():
-        (first, epoch), (last, last_epoch) = starts[tp], ends[tp]
-        if last < first and _place(end, tp, "latest") != "latest":  # otherwise a new master does not show all of it yet
-            problem = f"`start` begins {tp} at offset {first}, and `end` ends it at {last}"
-            raise ConfigError(problem, hint="Give a later end, or an earlier start.")
-        tasks.append(
-            FetchTask(
-                wanted=OffsetRange(tp, topic_id, first, max(first, last)),
-                replicas=replicas.get(tp, ()),
-                access=access,
-                epoch=epoch,
-                last_epoch=last_epoch,
-                fail_on_data_loss=not may_skip,
-                with_slaves=with_slaves,
-                poll_timeout_s=timeout_s,
-                in_place=True,
-                loss_setting=SKIP,
-            )
+    tasks = [
+        FetchTask(
+            wanted=_range(tp, topic_id, starts[tp][0], ends[tp][0], _place(end, tp, "latest")),
+            replicas=replicas.get(tp, ()),
+            access=access,
+            epoch=starts[tp][1],
+            last_epoch=ends[tp][1],
+            fail_on_data_loss=not may_skip,
+            with_slaves=with_slaves,
+            poll_timeout_s=timeout_s,
+            in_place=True,
+            loss_setting=SKIP,
         )
+        for tp, topic_id in partitions.items()
+    ]
     return Scan(tasks, schema)
 
 
@@ -201,6 +191,11 @@ def _check_bound(name: str, bound: object) -> None:
         raise ConfigError(f"`{name}` is {bound!r}", hint=hint)
 
 
+def _check_choice(name: str, choice: object, allowed: tuple[str, str]) -> None:
+    if choice not in allowed:
+        raise ConfigError(f"`{name}` is {choice!r}", hint=f"Choose {' or '.join(map(repr, allowed))}.")
+
+
 def _offsets(
     view: ClusterView,
     partitions: Topics,
@@ -236,3 +231,11 @@ def _question(place: Place) -> int:
 def _found(tp: TopicPartition, place: Place, answer: OffsetsResult, hint: str | None) -> tuple[int, int]:
     offset = offset_inside(tp, place, answer, hint) if isinstance(place, int) else answer.offset
     return offset, answer.epoch if offset == answer.offset else -1
+
+
+def _range(tp: TopicPartition, topic_id: str, start: int, end: int, wanted_end: Place) -> OffsetRange:
+    """Returns the range. Raises ConfigError if the caller wants an end before the start."""
+    if end < start and wanted_end != "latest":  # a new master does not show all of its log yet
+        problem = f"`start` begins {tp} at offset {start}, and `end` ends it at {end}"
+        raise ConfigError(problem, hint="Give a later end, or an earlier start.")
+    return OffsetRange(tp, topic_id, start, max(start, end))
