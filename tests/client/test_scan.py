@@ -194,10 +194,11 @@ def test_only_the_wanted_columns_are_decoded(
     topic = shop.topic(1)
     with shop.cluster.producer(compression=compression) as producer:
         producer.send_many(topic, numbered(5000, size=100), keys=[b"k%d" % number for number in range(5000)])
+    before = pa.total_allocated_bytes()
     table = pa.table(scan(shop, topic, columns=["timestamp", "key"]))
     assert table.schema.names == ["timestamp", "key"]
     assert table["key"].to_pylist() == [b"k%d" % number for number in range(5000)]
-    assert table.get_total_buffer_size() < 2 * table.nbytes, "the values are not kept with the keys"
+    assert pa.total_allocated_bytes() - before >= table.nbytes, "a view would keep the values in memory, too"
     asked: list[str] = []
     real_column, real_decode = arrow_batches.column, columns.decode
     monkeypatch.setattr(arrow_batches, "column", lambda name, *rest: asked.append(name) or real_column(name, *rest))
