@@ -6,6 +6,7 @@ connection, and uses it in its own thread. The pool itself is for any thread.
 
 from __future__ import annotations
 
+import atexit
 import os
 import reprlib
 import threading
@@ -177,6 +178,12 @@ _pool = ConnectionPool()
 def connection_pool() -> ConnectionPool:
     """Returns the pool of this process."""
     return _pool
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    while _pool.kept:
+        _pool.kept.pop().abort()
 
 
 def _after_fork_in_child() -> None:
