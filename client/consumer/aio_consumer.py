@@ -19,7 +19,7 @@ from metamq.client.consumer.receivers import TaskReceiver
 from metamq.client.consumer.retrying import Order, RetryPolicy, check_order
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
-from metamq.client.offsets.dbapi import NOT_GIVEN, AnyConnection, database_of
+from metamq.client.offsets.connections import NOT_GIVEN, AnyConnection, database_of
 from metamq.client.one_loop import OneLoop
 from metamq.client.opened_later import OpenedLater
 from metamq.client.settings import cluster_access, load

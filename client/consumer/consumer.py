@@ -23,7 +23,7 @@ from metamq.client.consumer.receivers import ThreadReceiver
 from metamq.client.consumer.retrying import Listener, Order, RetryPolicy, check_order
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
-from metamq.client.offsets.dbapi import NOT_GIVEN, DatabaseConnection, blocking_database_of
+from metamq.client.offsets.connections import NOT_GIVEN, BlockingConnection, blocking_database_of
 from metamq.client.one_loop import OneLoop
 from metamq.client.settings import cluster_access, load
 from metamq.client.typevars import T
@@ -198,7 +198,7 @@ class Consumer(ConsumerApi[T]):
             self._receiver.release(self._in_flight, last_done=is_handled or not self._in_flight.is_rejected)
             self._in_flight = None  # after release(): if a Ctrl-C interrupts that, the next call repeats it
 
-    def commit(self, position: Position = None, *, connection: DatabaseConnection | None = NOT_GIVEN) -> None:
+    def commit(self, position: Position = None, *, connection: BlockingConnection | None = NOT_GIVEN) -> None:
         """Commits offsets. Thread-safe.
 
         position:   None commits all that is done. A message or a batch commits up to it, inclusive. A mapping

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from metamq.client.checks import wrong_type
-from metamq.client.offsets.dbapi import AnyConnection, database_of
+from metamq.client.offsets.connections import AnyConnection, database_of
 from metamq.client.producer.aio_producer import BaseProducer
 from metamq.tx.database.dbtx import DatabaseBlock
 from metamq.tx.database.outcomes import DEFAULT_TABLE, OutcomeTable
