@@ -152,8 +152,8 @@ class Consumer(OpenedLater, ConsumerApi[T]):
     async def commit(self, position: Position = None, *, connection: AnyConnection | None = NOT_GIVEN) -> None:
         """Commits offsets; see metamq.Consumer.commit.
 
-        connection: a connection of psycopg.AsyncConnection, asyncpg or aiosqlite, or a blocking connection, which
-        blocks this loop while its database works.
+        connection: a connection of psycopg.AsyncConnection, asyncpg, aiosqlite or SQLAlchemy's asyncio, or a blocking
+        connection, which blocks this loop while its database works.
         """
         self._core.check_usable()
         self._check_not_none(connection)

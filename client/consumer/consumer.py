@@ -204,9 +204,9 @@ class Consumer(ConsumerApi[T]):
         position:   None commits all that is done. A message or a batch commits up to it, inclusive. A mapping
                     {TopicPartition: next offset} commits the given offsets.
         connection: with offsets=DatabaseOffsets(...), the offsets are written into the current transaction of this
-                    DB-API connection, and you commit the transaction. Results and offsets are stored together or not at
-                    all, so each message counts exactly once. Needs auto_commit=False. Without a position, the message
-                    that is being processed is not committed.
+                    connection (DB-API, SQLAlchemy's, Django's), and you commit the transaction. Results and offsets are
+                    stored together or not at all, so each message counts exactly once. Needs auto_commit=False. Without
+                    a position, the message that is being processed is not committed.
 
         If the answer to the database's commit is lost, the transaction may be stored. Then leave the `with` block of
         the consumer, seek back to the transaction's first message, or process the same message or batch again. If the

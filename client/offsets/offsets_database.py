@@ -41,8 +41,9 @@ class DatabaseOffsets:
 
     `connect` is called in a worker thread, once per operation, for connections that metamq commits and closes itself.
     It may be asynchronous: `lambda: asyncpg.connect(dsn)`; then the connection is used in the consumer's loop.
-    `paramstyle` None takes that of the connection's module. Tested with sqlite3, aiosqlite, asyncpg and both kinds of
-    psycopg's connections. Several consumers may share one. Raises ConfigError for a wrong table name or paramstyle.
+    `paramstyle` None takes that of the connection's module. Tested with sqlite3, aiosqlite, asyncpg, both kinds of
+    psycopg's connections, PyMySQL, mysqlclient, SQLAlchemy and Django. Several consumers may share one. Raises
+    ConfigError for a wrong table name or paramstyle.
     """
 
     in_claim_node = False

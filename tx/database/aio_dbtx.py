@@ -25,9 +25,9 @@ class dbtx(DatabaseBlock):
             await connection.execute("INSERT INTO orders VALUES ($1)", "17")
             await tx.send("orders", b"17")
 
-    connection:  of psycopg.AsyncConnection, asyncpg or aiosqlite, not in autocommit mode. With a blocking one, the
-                 loop waits for the database. An asyncpg connection must not be in a transaction(): the block begins
-                 one, and a transaction() inside the block is a savepoint.
+    connection:  of psycopg.AsyncConnection, asyncpg or aiosqlite, not in autocommit mode; or SQLAlchemy's AsyncSession
+                 or AsyncConnection. With a blocking one, the loop waits for the database. An asyncpg connection must
+                 not be in a transaction(): the block begins one, and a transaction() inside the block is a savepoint.
     producer:    a metamq.aio.Producer. Its own `send` would send outside the block, and is refused inside.
 
     See metamq.tx.dbtx for the rest. A cancelled block rolls back. If the commit itself is cancelled, the block asks the

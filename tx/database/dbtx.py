@@ -197,11 +197,12 @@ _last: WeakValueDictionary[int, DatabaseBlock] = WeakValueDictionary()
 
 
 class dbtx(DatabaseBlock):
-    """A transaction over a DB-API connection and any number of messages: both happen, or neither.
+    """A transaction over a database connection and any number of messages: both happen, or neither.
 
-    connection:  a DB-API (PEP 249) connection that is not in autocommit mode; sqlite3 and psycopg 3 are tested. Leaving
-                 the block commits its transaction, or rolls it back: do neither inside. With sqlite3 the transaction
-                 also begins with the block.
+    connection:  a DB-API (PEP 249) connection that is not in autocommit mode, or SQLAlchemy's Session or Connection, or
+                 Django's connection. Leaving the block commits its transaction, or rolls it back: do neither inside.
+                 With sqlite3 the transaction also begins with the block. With Django the block is an atomic(), and is
+                 refused inside of another one.
     producer:    a blocking Producer; its settings also apply to these messages. Its own `send` would send outside the
                  block, and is refused inside.
     table:       the outcome table, made once with `create_outcome_table(connection)`.
