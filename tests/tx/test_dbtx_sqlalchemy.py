@@ -95,6 +95,7 @@ def test_neither_happens_when_the_block_or_the_flush_fails(
             tx.send(topic, b"1")
             session.flush()
             raise KeyError
+        session.autoflush = False
         with pytest.raises(IntegrityError), dbtx(session, producer) as tx:  # noqa: PT012
             session.add(Order(body=b"0"))
             tx.send(topic, b"0")
