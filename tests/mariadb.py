@@ -80,33 +80,28 @@ def running_mariadb() -> Iterator[MariaDb]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Executes:
-    """The shortcut that sqlite3's and psycopg's connections have, for tests that are written once."""
+def with_execute(base: Any) -> Any:
+    """A driver's class of connections, with the shortcut that sqlite3's and psycopg's have."""
 
-    def execute(self: Any, sql: str, values: Any = None) -> Any:
-        """Runs a statement by a cursor of its own."""
-        cursor = self.cursor()
-        cursor.execute(sql.replace("?", "%s"), values)
-        return cursor
+    class Connection(base):  # type: ignore[misc]
+        def execute(self, sql: str, values: Any = None) -> Any:
+            """Runs a statement by a cursor of its own."""
+            cursor = self.cursor()
+            cursor.execute(sql.replace("?", "%s"), values)
+            return cursor
 
-
-class PyMySql(_Executes, pymysql.Connection):  # type: ignore[misc]
-    """PyMySQL's."""
+    return Connection
 
 
 def connect_pymysql(server: MariaDb, database: str) -> Any:
     """A connection that is not in autocommit mode."""
-    return PyMySql(unix_socket=server.socket, user="root", database=database)
+    return with_execute(pymysql.Connection)(unix_socket=server.socket, user="root", database=database)
 
 
 def connect_mysqlclient(server: MariaDb, database: str) -> Any:
     """The same by mysqlclient."""
     driver = pytest.importorskip("MySQLdb.connections", reason="mysqlclient has no wheel: pip install mysqlclient")
-
-    class MySqlClient(_Executes, driver.Connection):  # type: ignore[misc,name-defined]
-        pass
-
-    return MySqlClient(unix_socket=server.socket, user="root", database=database)
+    return with_execute(driver.Connection)(unix_socket=server.socket, user="root", database=database)
 
 
 DRIVERS = {"pymysql": connect_pymysql, "mysqlclient": connect_mysqlclient}

@@ -30,6 +30,7 @@ import sqlalchemy
 from django.conf import settings
 from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import orm
+from sqlalchemy.exc import DBAPIError
 
 from metamq import Producer
 from metamq.broker.process.parent import follow_parent
@@ -228,8 +229,8 @@ def work(order: dict[str, Any], steps: Steps) -> None:
                 transact(connection, producer, order, f"{order['name']}-{count}")
             except InterruptedError:
                 pass
-            except (psycopg.Error, sqlalchemy.exc.DBAPIError, django.db.Error, MetamqError) as error:
-                drivers = error.__cause__ if isinstance(error, sqlalchemy.exc.DBAPIError | django.db.Error) else error
+            except (psycopg.Error, DBAPIError, django.db.Error, MetamqError) as error:
+                drivers = error.__cause__ if isinstance(error, DBAPIError | django.db.Error) else error
                 print("failed", type(drivers).__name__, flush=True)
                 time.sleep(0.02)
             else:

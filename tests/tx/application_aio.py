@@ -81,7 +81,7 @@ async def _work(order: dict[str, Any], steps: Any, fails: float) -> None:
                 OSError,
                 MetamqError,
             ) as error:
-                drivers = error.orig.__cause__ if isinstance(error, DBAPIError) else error
+                drivers = getattr(error.orig, "__cause__", None) if isinstance(error, DBAPIError) else error
                 print("failed", type(drivers).__name__.removesuffix("Error"), flush=True)
                 await asyncio.sleep(0.02)
             else:

@@ -169,7 +169,7 @@ def test_the_data_manager_takes_a_session(
 ) -> None:
     import zope.sqlalchemy
 
-    manager = transaction.TransactionManager()
+    manager: Any = transaction.TransactionManager()
     with orm.Session(engine) as session:
         zope.sqlalchemy.register(session, transaction_manager=manager)
         with manager:
