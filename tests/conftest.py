@@ -15,6 +15,7 @@ from hypothesis import settings
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests import kinds, leftovers, one_zookeeper, zygote
 from tests.examples import examples
+from tests.mariadb import MariaDb, running_mariadb
 from tests.parts import make_chroot
 from tests.postgres import running_postgres
 from tests.security.certificate_folder import make_folder
@@ -72,6 +73,13 @@ def postgres() -> Iterator[str]:
     """The connection string of a PostgreSQL server of our own, on a Unix socket. A test takes a schema of its own."""
     with running_postgres() as server:
         yield server.dsn
+
+
+@pytest.fixture(scope="session")
+def mariadb() -> Iterator[MariaDb]:
+    """A MariaDB server of our own, on a Unix socket. A test takes a database of its own."""
+    with running_mariadb() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,10 @@ from typing import Any, assert_type
 
 import aiosqlite
 import psycopg
+from sqlalchemy import Connection, orm
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
+import metamq.tx
 from metamq import (
     Admin,
     Consumer,
@@ -134,6 +137,26 @@ async def with_databases(
         await create_outcome_table(local)
         async with dbtx(results, producer) as tx:
             await tx.send("orders", b"1")
+
+
+def with_sqlalchemy(session: orm.Session, scoped: orm.scoped_session[orm.Session], connection: Connection) -> None:
+    metamq.tx.create_outcome_table(session)
+    with Consumer(topics="orders", offsets=DatabaseOffsets(lambda: orm.Session())) as consumer:
+        consumer.commit(connection=session)
+        consumer.commit(connection=scoped)
+        consumer.commit(connection=connection)
+    with Producer() as producer, metamq.tx.dbtx(session, producer) as tx:
+        tx.send("orders", b"1")
+    metamq.tx.Recoverer(lambda: orm.Session()).run_once()
+
+
+async def with_async_sqlalchemy(session: AsyncSession, connection: AsyncConnection, engine: AsyncEngine) -> None:
+    async with aio.Consumer(topics="orders", offsets=DatabaseOffsets(engine.connect)) as consumer:
+        await consumer.commit(connection=session)
+        await consumer.commit(connection=connection)
+    async with aio.Producer() as producer, dbtx(session, producer) as tx:
+        await tx.send("orders", b"1")
+    metamq.tx.Recoverer(engine.connect).run_once()
 
 
 async def bill_later(message: Message[Order]) -> None:

@@ -19,7 +19,7 @@ from metamq.client.consumer.receivers import TaskReceiver
 from metamq.client.consumer.retrying import Order, RetryPolicy, check_order
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
-from metamq.client.offsets.dbapi import NOT_GIVEN, AnyConnection, database_of
+from metamq.client.offsets.connections import NOT_GIVEN, AnyConnection, database_of
 from metamq.client.one_loop import OneLoop
 from metamq.client.opened_later import OpenedLater
 from metamq.client.settings import cluster_access, load
@@ -152,8 +152,8 @@ class Consumer(OpenedLater, ConsumerApi[T]):
     async def commit(self, position: Position = None, *, connection: AnyConnection | None = NOT_GIVEN) -> None:
         """Commits offsets; see metamq.Consumer.commit.
 
-        connection: a connection of psycopg.AsyncConnection, asyncpg or aiosqlite, or a blocking connection, which
-        blocks this loop while its database works.
+        connection: a connection of psycopg.AsyncConnection, asyncpg, aiosqlite or SQLAlchemy's asyncio, or a blocking
+        connection, which blocks this loop while its database works.
         """
         self._core.check_usable()
         self._check_not_none(connection)

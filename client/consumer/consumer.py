@@ -23,7 +23,7 @@ from metamq.client.consumer.receivers import ThreadReceiver
 from metamq.client.consumer.retrying import Listener, Order, RetryPolicy, check_order
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
-from metamq.client.offsets.dbapi import NOT_GIVEN, DatabaseConnection, blocking_database_of
+from metamq.client.offsets.connections import NOT_GIVEN, BlockingConnection, blocking_database_of
 from metamq.client.one_loop import OneLoop
 from metamq.client.settings import cluster_access, load
 from metamq.client.typevars import T
@@ -198,15 +198,15 @@ class Consumer(ConsumerApi[T]):
             self._receiver.release(self._in_flight, last_done=is_handled or not self._in_flight.is_rejected)
             self._in_flight = None  # after release(): if a Ctrl-C interrupts that, the next call repeats it
 
-    def commit(self, position: Position = None, *, connection: DatabaseConnection | None = NOT_GIVEN) -> None:
+    def commit(self, position: Position = None, *, connection: BlockingConnection | None = NOT_GIVEN) -> None:
         """Commits offsets. Thread-safe.
 
         position:   None commits all that is done. A message or a batch commits up to it, inclusive. A mapping
                     {TopicPartition: next offset} commits the given offsets.
         connection: with offsets=DatabaseOffsets(...), the offsets are written into the current transaction of this
-                    DB-API connection, and you commit the transaction. Results and offsets are stored together or not at
-                    all, so each message counts exactly once. Needs auto_commit=False. Without a position, the message
-                    that is being processed is not committed.
+                    connection (DB-API, SQLAlchemy's, Django's), and you commit the transaction. Results and offsets are
+                    stored together or not at all, so each message counts exactly once. Needs auto_commit=False. Without
+                    a position, the message that is being processed is not committed.
 
         If the answer to the database's commit is lost, the transaction may be stored. Then leave the `with` block of
         the consumer, seek back to the transaction's first message, or process the same message or batch again. If the

@@ -98,12 +98,12 @@ class ConsumerApi(Generic[T]):
 
     async def _commit_in(self, storage: DatabaseOffsets, position: Position, database: Database) -> None:
         """Writes offsets into the application's own transaction. Waits only for the database."""
-        database.check_in_transaction()
         states, everything = self._core.inbox.states, []
         for request in self._requests(position):
             if (state := states.get(request.claim.tp)) is None:
                 raise OwnershipLost(*request.claim.tp, reason="it is not assigned to this consumer")
             everything.append(offset_write(state, request, position))
+        await database.check_in_transaction()  # may wait: after the state at the time of the call was read
         for one in everything:
             counted = await commit_in(storage, database, one)
             if counted is not None:

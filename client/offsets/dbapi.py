@@ -1,13 +1,8 @@
-"""SQL on the application's own database connection, whatever its driver.
+"""SQL on the application's own database connection: one interface, and the kinds that are drivers' own connections.
 
-    connection                                                  recognized by                    parameters
-    blocking, PEP 249: sqlite3, psycopg.Connection              cursor, commit, rollback         its module's paramstyle
-    asyncio: psycopg.AsyncConnection, aiosqlite.Connection      the same; commit is a coroutine  its module's paramstyle
-    asyncio: asyncpg.Connection, also from a pool               transaction, is_in_transaction   $1, $2
-
-Only `database_of` recognizes the kind. The code that works with a database exists once, as coroutines on a Database.
-Coroutines on a blocking connection never wait for a loop: `at_once` runs them without one, in the caller's thread. If a
-driver returns an awaitable where its kind must not, that is an error: no statement is dropped silently.
+The code that works with a database exists once, as coroutines on a Database. Coroutines on a blocking connection never
+wait for a loop: `at_once` runs them without one, in the caller's thread. If a driver returns an awaitable where its
+kind must not, that is an error: no statement is dropped silently.
 """
 
 from __future__ import annotations
@@ -19,12 +14,10 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from metamq.client.checks import wrong_type
 from metamq.errors import ConfigError
 
-R = TypeVar("R")
 log = logging.getLogger("metamq.client")
 
 _TABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,62}\.)?[A-Za-z_][A-Za-z0-9_]{0,62}")
@@ -36,46 +29,17 @@ _PLACEHOLDERS: Mapping[str, Callable[[int], str]] = {
     "pyformat": lambda number: f"%(p{number})s",
 }
 
-POSTGRESQL, SQLITE = "postgresql", "sqlite"
+POSTGRESQL, SQLITE, MYSQL = "postgresql", "sqlite", "mysql"
 _DIALECTS = {
     "psycopg": POSTGRESQL, "psycopg2": POSTGRESQL, "pg8000": POSTGRESQL, "asyncpg": POSTGRESQL,
     "sqlite3": SQLITE, "aiosqlite": SQLITE,
+    "pymysql": MYSQL, "MySQLdb": MYSQL, "mariadb": MYSQL, "mysql": MYSQL,
 }  # fmt: skip
 """The dialect by the module of the connection's class, or of one of its base classes."""
 _IDLE = 0
 """PostgreSQL's transaction status without a transaction, as in psycopg."""
-
-
-class DatabaseConnection(Protocol):
-    """The methods of a blocking DB-API connection that metamq uses."""
-
-    def cursor(self) -> Any: ...
-    def commit(self) -> None: ...
-    def rollback(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class AsyncioConnection(Protocol):
-    """The methods that metamq uses of an asyncio DB-API connection: psycopg.AsyncConnection, aiosqlite.Connection."""
-
-    def cursor(self) -> Any: ...
-    async def commit(self) -> None: ...
-    async def rollback(self) -> None: ...
-    async def close(self) -> None: ...
-
-
-class AsyncpgConnection(Protocol):
-    """The methods of an asyncpg connection that metamq uses."""
-
-    def transaction(self) -> Any: ...
-    def is_in_transaction(self) -> bool: ...
-    def execute(self, query: str, *args: Any) -> Any: ...
-    def fetch(self, query: str, *args: Any) -> Any: ...
-
-
-AnyConnection = DatabaseConnection | AsyncioConnection | AsyncpgConnection
-NOT_GIVEN: Any = object()
-"""The default of a connection argument. None may be a mistake of the caller."""
+_MYSQL_IN_TRANSACTION = 1
+"""A bit of the status that PyMySQL shows; mysqlclient shows none."""
 
 
 class Database(ABC):
@@ -88,7 +52,7 @@ class Database(ABC):
         self.connection = connection
         modules = (cls.__module__.partition(".")[0] for cls in type(connection).__mro__)
         self.dialect = next((_DIALECTS[module] for module in modules if module in _DIALECTS), "")
-        """The dialect: `POSTGRESQL`, `SQLITE`, or "" for others."""
+        """The dialect: `POSTGRESQL`, `SQLITE`, `MYSQL` with MariaDB, or "" for others."""
         self._paramstyle = paramstyle
 
     @abstractmethod
@@ -109,58 +73,64 @@ class Database(ABC):
 
     async def close(self) -> None:
         """Closes the connection."""
-        await _settled(self.connection.close())
+        await settled(self.connection.close())
 
     @property
     def began(self) -> bool:
         """True during a transaction that begin() has begun."""
         return False
 
+    @property
+    def table_options(self) -> str:
+        """The end of a CREATE TABLE. By default MySQL's names are equal in upper and lower case."""
+        return " ENGINE=InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin" if self.dialect == MYSQL else ""
+
     async def begin(self) -> None:  # noqa: B027 - most drivers begin with the first statement
         """Begins a transaction that commit() ends. Raises ConfigError in a transaction that commit() would not end."""
 
-    def check_transactional(self) -> None:
+    async def flush(self) -> None:  # noqa: B027 - only ORMs keep changes back
+        """Sends changes that the application has made, and that wait for the commit. Raises the errors of the rows."""
+
+    async def driver(self) -> Any:
+        """Returns the driver's own connection, which shows the state of the transaction."""
+        return self.connection
+
+    async def check_transactional(self) -> None:
         """Raises ConfigError if each statement would be committed by itself, whatever commit() does."""
-        if self._autocommit():
+        if await self._autocommit():
             raise ConfigError(
                 "the connection is in autocommit mode: each statement would be committed by itself, whatever happens "
                 "to the messages",
                 hint="Open it without autocommit.",
             )
 
-    def check_in_transaction(self) -> None:
+    async def check_in_transaction(self) -> None:
         """Raises ConfigError if the next statement would be committed by itself, as far as the driver shows that."""
-        if not self._autocommit() or self._is_in_transaction():
+        if not await self._autocommit() or self._is_in_transaction(await self.driver()):
             return
         raise ConfigError(
             "the connection is in autocommit mode: the offsets would be stored without the results",
             hint="Open it without autocommit, or commit the offsets inside of a `with connection.transaction()`.",
         )
 
-    def _autocommit(self) -> bool:
-        known = self.connection
+    async def _autocommit(self) -> bool:
+        known = await self.driver()
         if callable(getattr(known, "get_autocommit", None)):  # MySQL's modules
             return bool(known.get_autocommit())
-        if self.dialect == SQLITE and self._of_sqlite("isolation_level") is None and not known.in_transaction:
+        if self.dialect == SQLITE and _of_sqlite(known, "isolation_level") is None and not known.in_transaction:
             # Since Python 3.12, `autocommit=False` means that there are transactions in this case, too.
             return getattr(known, "autocommit", True) is not False
         return getattr(known, "autocommit", False) is True
 
-    def _of_sqlite(self, name: str) -> Any:
-        """Returns an attribute. Raises ConfigError if aiosqlite has no connection."""
-        try:
-            return getattr(self.connection, name)
-        except ValueError as error:
-            raise ConfigError(
-                "the connection is closed, or was not awaited",
-                hint="Give an open one: `connection = await aiosqlite.connect(...)`.",
-            ) from error
-
-    def _is_in_transaction(self) -> bool:
+    def _is_in_transaction(self, known: Any) -> bool:
         """Returns True during a transaction, and if the driver does not show that."""
         if self.dialect == SQLITE:
-            return bool(self._of_sqlite("in_transaction"))
-        status = getattr(getattr(self.connection, "info", None), "transaction_status", None)
+            return bool(_of_sqlite(known, "in_transaction"))
+        if self.dialect == MYSQL:
+            return bool(getattr(known, "server_status", 0) & _MYSQL_IN_TRANSACTION)
+        if hasattr(known, "is_in_transaction"):  # asyncpg
+            return bool(known.is_in_transaction())
+        status = getattr(getattr(known, "info", None), "transaction_status", None)
         return status is None or int(status) != _IDLE
 
     def _prepared(self, sql: str, values: Sequence[object]) -> tuple[Any, ...]:
@@ -174,7 +144,7 @@ class Database(ABC):
         return text, tuple(values)
 
 
-class _DbApi(Database):
+class DbApi(Database):
     """A connection with the methods of PEP 249."""
 
     @abstractmethod
@@ -210,7 +180,9 @@ class _DbApi(Database):
         await self._result(self.connection.rollback())
 
 
-class _Blocking(_DbApi):
+class Blocking(DbApi):
+    """A blocking connection."""
+
     is_asyncio = False
 
     async def _result(self, returned: Any) -> Any:
@@ -226,12 +198,14 @@ class _Blocking(_DbApi):
         return returned
 
 
-class _Asyncio(_DbApi):
+class Asyncio(DbApi):
+    """A connection for asyncio whose methods are those of PEP 249, as coroutines."""
+
     async def _result(self, returned: Any) -> Any:
-        return await _settled(returned)
+        return await settled(returned)
 
 
-class _Asyncpg(Database):
+class Asyncpg(Database):
     """An asyncpg connection, which commits statements outside of a transaction(). The first statement begins one."""
 
     _own: Any = None
@@ -276,10 +250,10 @@ class _Asyncpg(Database):
             )
         await self._begun()
 
-    def _autocommit(self) -> bool:
+    async def _autocommit(self) -> bool:
         return False  # begin() begins
 
-    def check_in_transaction(self) -> None:
+    async def check_in_transaction(self) -> None:
         if not self.connection.is_in_transaction():
             raise ConfigError(
                 "the connection is in no transaction: the offsets would be stored without the results",
@@ -303,36 +277,24 @@ class _Asyncpg(Database):
         self._is_ours = False
 
 
-async def _settled(result: Any) -> Any:
+async def settled(result: Any) -> Any:
+    """Returns the result of a call that may have returned an awaitable."""
     return await result if inspect.isawaitable(result) else result
+
+
+def _of_sqlite(connection: Any, name: str) -> Any:
+    """Returns an attribute. Raises ConfigError if aiosqlite has no connection."""
+    try:
+        return getattr(connection, name)
+    except ValueError as error:
+        raise ConfigError(
+            "the connection is closed, or was not awaited",
+            hint="Give an open one: `connection = await aiosqlite.connect(...)`.",
+        ) from error
 
 
 def _numbered(sql: str, values: Sequence[object]) -> str:
     return sql.format(*(f"${number}" for number in range(1, len(values) + 1))) if values else sql
-
-
-def database_of(connection: object, paramstyle: str | None = None) -> Database:
-    """Returns the Database of a connection. `paramstyle`: None takes that of the connection's module.
-
-    Raises WrongType if it is not a connection, ConfigError for an unknown paramstyle.
-    """
-    if paramstyle is not None:
-        check_paramstyle(paramstyle)
-    if all(hasattr(connection, name) for name in ("cursor", "commit", "rollback")):
-        waits = inspect.iscoroutinefunction(getattr(connection, "commit", None))
-        return _Asyncio(connection, paramstyle) if waits else _Blocking(connection, paramstyle)
-    if all(hasattr(connection, name) for name in ("transaction", "is_in_transaction", "fetch", "execute")):
-        return _Asyncpg(connection, paramstyle)
-    raise wrong_type("`connection`", "a DB-API connection, or one of psycopg, asyncpg or aiosqlite", connection)
-
-
-def blocking_database_of(connection: object, paramstyle: str | None, hint: str) -> Database:
-    """Returns the Database of a blocking connection. Raises ConfigError, with the hint, for an asyncio connection."""
-    database = database_of(connection, paramstyle)
-    if database.is_asyncio:
-        kind = type(connection)
-        raise ConfigError(f"the connection is one for asyncio, of {kind.__module__}.{kind.__qualname__}", hint=hint)
-    return database
 
 
 def check_table(table: str) -> str:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from metamq.client.background import at_once
 from metamq.client.checks import check_callables
-from metamq.client.offsets.dbapi import AnyConnection, Database, check_paramstyle, check_table, database_of
+from metamq.client.offsets.connections import AnyConnection, database_of
+from metamq.client.offsets.dbapi import MYSQL, Database, check_paramstyle, check_table
 from metamq.errors import MetamqError, OwnershipLost
 from metamq.zk.groups.ownership import CommittedOffset, Ownership
 
@@ -40,8 +41,9 @@ class DatabaseOffsets:
 
     `connect` is called in a worker thread, once per operation, for connections that metamq commits and closes itself.
     It may be asynchronous: `lambda: asyncpg.connect(dsn)`; then the connection is used in the consumer's loop.
-    `paramstyle` None takes that of the connection's module. Tested with sqlite3, aiosqlite, asyncpg and both kinds of
-    psycopg's connections. Several consumers may share one. Raises ConfigError for a wrong table name or paramstyle.
+    `paramstyle` None takes that of the connection's module. Tested with sqlite3, aiosqlite, asyncpg, both kinds of
+    psycopg's connections, PyMySQL, mysqlclient, SQLAlchemy and Django. Several consumers may share one. Raises
+    ConfigError for a wrong table name or paramstyle.
     """
 
     in_claim_node = False
@@ -72,7 +74,7 @@ class DatabaseOffsets:
                 "generation BIGINT NOT NULL, "
                 "next_offset BIGINT NOT NULL, "
                 "epoch BIGINT NOT NULL, "
-                "PRIMARY KEY (group_name, topic, partition_name))"
+                f"PRIMARY KEY (group_name, topic, partition_name)){database.table_options}"
             )
         )
 
@@ -164,14 +166,17 @@ class DatabaseOffsets:
 
     async def _update(self, database: Database, request: CommitRequest, known_offset: int | None) -> bool:
         claim = request.claim
-        sql = (
-            f"UPDATE {self._table} SET next_offset = {{}}, epoch = {{}}, topic_id = {{}} "
-            "WHERE group_name = {} AND topic = {} AND partition_name = {} AND generation = {}"
-        )
-        values = (request.offset, request.epoch, claim.topic_id, claim.group, *claim.tp, claim.generation)
-        if known_offset is None:
-            return bool(await database.change(sql, values))
-        return bool(await database.change(sql + " AND next_offset = {}", (*values, known_offset)))
+        new = (request.offset, request.epoch, claim.topic_id)
+        row: tuple[object, ...] = (claim.group, *claim.tp, claim.generation)
+        where = "WHERE group_name = {} AND topic = {} AND partition_name = {} AND generation = {}"
+        if known_offset is not None:
+            row, where = (*row, known_offset), f"{where} AND next_offset = {{}}"
+        sql = f"UPDATE {self._table} SET next_offset = {{}}, epoch = {{}}, topic_id = {{}} {where}"
+        changed = await database.change(sql, (*new, *row))
+        if changed or database.dialect != MYSQL:
+            return bool(changed)
+        # MySQL does not count a row that has these values already.
+        return bool(await database.rows(f"SELECT 1 FROM {self._table} {where} FOR UPDATE", row))
 
     async def _lost(self, database: Database, claim: Ownership) -> OwnershipLost:
         row = await self._row(database, claim)
@@ -186,6 +191,8 @@ class DatabaseOffsets:
             f"SELECT generation, next_offset, epoch, topic_id FROM {self._table} "
             "WHERE group_name = {} AND topic = {} AND partition_name = {}"
         )
+        if database.dialect == MYSQL:
+            sql += " FOR UPDATE"  # without it: as of the begin of the application's transaction
         found = await database.rows(sql, (claim.group, *claim.tp))
         if not found:
             return None

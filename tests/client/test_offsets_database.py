@@ -19,7 +19,7 @@ from metamq.client.fetch import commit_in as in_transaction
 from metamq.client.fetch.inbox import PartitionState
 from metamq.client.group.assignment import AssignedPartition
 from metamq.client.group.rebalance import ZKLoadRebalanceListener
-from metamq.client.offsets.dbapi import database_of
+from metamq.client.offsets.connections import database_of
 from metamq.client.offsets.offsets import CommitRequest
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, MetamqError, OwnershipLost
@@ -30,6 +30,7 @@ from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session.lease import Lease
 from metamq.zk.session.session import Session
+from tests import mariadb
 from tests.postgres import new_schema
 from tests.tx.databases import giving_mappings
 
@@ -39,11 +40,15 @@ TP = TopicPartition("flights", "0-3")
 TOPIC_ID = "0123456789abcdef"
 
 
-@pytest.fixture(params=["sqlite3", "psycopg"])
+@pytest.fixture(params=["sqlite3", "psycopg", "pymysql", "mysqlclient"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
     """Connects to a database that only this test has."""
     if request.param == "sqlite3":
         return lambda: sqlite3.connect(tmp_path / "results.db", timeout=60)
+    if request.param in mariadb.DRIVERS:
+        mysql = request.getfixturevalue("mariadb")
+        name = mysql.new_database()
+        return lambda: mariadb.DRIVERS[request.param](mysql, name)
     server = request.getfixturevalue("postgres")
     schema = new_schema(server)
     return lambda: psycopg.connect(server, options=f"-c search_path={schema}")

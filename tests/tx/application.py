@@ -4,7 +4,8 @@
 
 `at`: [number, signal]: at its n-th step, counted over the whole run, it sends itself that signal. `faults`: what is
 seeded into it, for the checks to find. `dawdles`: it sleeps at some steps, so that more happens between them.
-`driver`: one for asyncio, "psycopg_async" or "asyncpg", instead of the blocking psycopg.
+`driver`: instead of the blocking psycopg "sqlalchemy" or "django", or for asyncio "psycopg_async", "asyncpg" or
+"sqlalchemy_asyncpg".
 Writes a line for each transaction that was committed; its own steps are told with `tells`.
 """
 
@@ -22,12 +23,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import django
+import django.db
 import psycopg
+import sqlalchemy
+from django.conf import settings
+from psycopg.conninfo import conninfo_to_dict
+from sqlalchemy import orm
+from sqlalchemy.exc import DBAPIError
 
 from metamq import Producer
 from metamq.broker.process.parent import follow_parent
 from metamq.client.net.branches import TxClient
 from metamq.client.offsets.dbapi import Database
+from metamq.client.offsets.django_connection import DjangoConnection
 from metamq.errors import MetamqError
 from metamq.tx import Recoverer, dbtx
 from metamq.tx.app.work import GlobalTransaction
@@ -151,12 +160,44 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
+INSERT = "INSERT INTO orders VALUES (%s)"
+
+
+def insert_in_django(connection: Any, body: bytes) -> None:
+    """As Django's ORM does it, by a cursor."""
+    with connection.cursor() as cursor:
+        cursor.execute(INSERT, (body,))
+
+
+INSERTS: dict[str, Callable[[Any, bytes], object]] = {
+    "sqlalchemy": lambda session, body: session.execute(sqlalchemy.text(INSERT % ":body"), {"body": body}),
+    "django": insert_in_django,
+}
+
+
+def connected(order: dict[str, Any]) -> Any:
+    """A connection, of the kind that is ordered."""
+    driver = order.get("driver")
+    if driver == "sqlalchemy":
+        return orm.Session(
+            sqlalchemy.create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(order["dsn"]))
+        )
+    if driver == "django":
+        named = conninfo_to_dict(order["dsn"])
+        place = {"HOST": named["host"], "USER": named["user"], "NAME": named["dbname"]}
+        settings.configure(DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", **place}})
+        django.setup()
+        return django.db.connection
+    return psycopg.connect(order["dsn"])
+
+
 def transact(connection: Any, producer: Producer[bytes], order: dict[str, Any], name: str) -> None:
     """One transaction: rows, and a message for each."""
+    insert = INSERTS.get(order.get("driver", ""), lambda connection, body: connection.execute(INSERT % "%s", (body,)))
     with dbtx(connection, producer, timeout_s=order["timeout_s"]) as tx:
         for number in range(order.get("rows") or random.randint(1, 4)):
             body = f"{name}-{number}".encode()
-            connection.execute("INSERT INTO orders VALUES (%s)", (body,))
+            insert(connection, body)
             for topic in order["topics"]:
                 tx.send(topic, body)
         if random.random() < order.get("fails", FAILS):
@@ -168,10 +209,10 @@ def work(order: dict[str, Any], steps: Steps) -> None:
     logging.disable(logging.CRITICAL)
     random.seed(order.get("seed"))
     watched(steps, OutcomeTable, "commit", "the row of the decision")
-    for owner in Database.__subclasses__():
+    for owner in (*Database.__subclasses__(), DjangoConnection):
         watched(steps, owner, "commit", "the commit in the database")
     requests_watched(steps)
-    if order.get("driver", "psycopg") != "psycopg":
+    if order.get("driver", "").endswith(("_async", "asyncpg")):
         from application_aio import work_aio
 
         work_aio(order, steps, FAILS)
@@ -183,13 +224,14 @@ def work(order: dict[str, Any], steps: Steps) -> None:
         while count != order.get("transactions"):
             steps.counting = count > 0  # the first one connects
             try:
-                if connection is None or connection.closed:
-                    connection = psycopg.connect(order["dsn"])
+                if connection is None or getattr(connection, "closed", False):
+                    connection = connected(order)
                 transact(connection, producer, order, f"{order['name']}-{count}")
             except InterruptedError:
                 pass
-            except (psycopg.Error, MetamqError) as error:
-                print("failed", type(error).__name__, flush=True)
+            except (psycopg.Error, DBAPIError, django.db.Error, MetamqError) as error:
+                drivers = error.__cause__ if isinstance(error, DBAPIError | django.db.Error) else error
+                print("failed", type(drivers).__name__, flush=True)
                 time.sleep(0.02)
             else:
                 print("done", count, flush=True)

@@ -304,3 +304,28 @@ def test_what_cannot_be_prepared_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"resource 'orders' has no tpc_begin\(\)"), coordinator.begin() as tx:
         tx["orders"]
     coordinator.close()
+
+
+@pytest.mark.slow
+def test_killed_while_many_threads_commit(
+    shop: Shop, databases: Databases, resources: Resources, topic: str, tmp_path: Path
+) -> None:
+    """With decisions of many threads in one flush: each is at every resource or at none, and none that was answered
+    is lost."""
+    answered: set[str] = set()
+    for kill in range(5):
+        arguments = [shop.cluster.zookeeper, databases.dsn, str(tmp_path / "log"), topic, str(kill), "threads"]
+        program = subprocess.Popen([sys.executable, PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
+        assert program.stdout is not None
+        for _ in range(10 + 7 * kill):
+            answered.add(program.stdout.readline().strip())
+        program.kill()
+        answered |= {line.strip() for line in program.stdout if line.endswith("\n")}
+        program.wait()
+        program.stdout.close()
+        assert "" not in answered, "the program has ended by itself"
+        with Coordinator(tmp_path / "log", resources()) as coordinator:
+            wait_until(lambda: coordinator.recover().left == (), what="the end of what was prepared")
+    rows = databases.rows("a")
+    assert answered <= set(rows)
+    holds(shop, databases, topic, rows)

@@ -16,7 +16,7 @@ import pytest
 
 from metamq import Producer
 from metamq.client.background import at_once
-from metamq.client.offsets.dbapi import database_of
+from metamq.client.offsets.connections import database_of
 from metamq.errors import BranchMisuse, ClosedError, ConfigError, MessageTooLarge, MetamqError, TopicNotFound, WrongType
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from metamq import aio
-from metamq.client.offsets.dbapi import database_of
+from metamq.client.offsets.connections import database_of
 from metamq.errors import BranchMisuse, ConfigError, MessageTooLarge, WrongType
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer

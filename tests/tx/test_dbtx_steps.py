@@ -33,9 +33,15 @@ def shop() -> Iterator[Shop]:
         yield opened
 
 
-@pytest.fixture(scope="module", params=["psycopg", "psycopg_async", pytest.param("asyncpg", marks=pytest.mark.long)])
+DRIVERS = [
+    "psycopg", "psycopg_async", pytest.param("asyncpg", marks=pytest.mark.long),
+    "sqlalchemy", "sqlalchemy_asyncpg", "django",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=DRIVERS)
 def driver(request: pytest.FixtureRequest) -> str:
-    """The first one is blocking, the others are for asyncio."""
+    """As application.py knows it."""
     name: str = request.param
     return name
 

@@ -12,7 +12,7 @@ import pytest
 from metamq import Producer
 from metamq.client.background import at_once
 from metamq.client.net.branches import Branch, BranchDescription, TxClient, new_session
-from metamq.client.offsets.dbapi import database_of
+from metamq.client.offsets.connections import database_of
 from metamq.errors import ConnectError, MetamqError, OutcomeUnknown
 from metamq.testing import BrokerProcess
 from metamq.tx import Recovered, Recoverer, dbtx

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from metamq.client.checks import wrong_type
-from metamq.client.offsets.dbapi import AnyConnection, database_of
+from metamq.client.offsets.connections import AnyConnection, database_of
 from metamq.client.producer.aio_producer import BaseProducer
 from metamq.tx.database.dbtx import DatabaseBlock
 from metamq.tx.database.outcomes import DEFAULT_TABLE, OutcomeTable
@@ -25,9 +25,9 @@ class dbtx(DatabaseBlock):
             await connection.execute("INSERT INTO orders VALUES ($1)", "17")
             await tx.send("orders", b"17")
 
-    connection:  of psycopg.AsyncConnection, asyncpg or aiosqlite, not in autocommit mode. With a blocking one, the
-                 loop waits for the database. An asyncpg connection must not be in a transaction(): the block begins
-                 one, and a transaction() inside the block is a savepoint.
+    connection:  of psycopg.AsyncConnection, asyncpg or aiosqlite, not in autocommit mode; or SQLAlchemy's AsyncSession
+                 or AsyncConnection. With a blocking one, the loop waits for the database. An asyncpg connection must
+                 not be in a transaction(): the block begins one, and a transaction() inside the block is a savepoint.
     producer:    a metamq.aio.Producer. Its own `send` would send outside the block, and is refused inside.
 
     See metamq.tx.dbtx for the rest. A cancelled block rolls back. If the commit itself is cancelled, the block asks the

@@ -27,7 +27,7 @@ from weakref import WeakValueDictionary
 from metamq.client.background import at_once
 from metamq.client.checks import wrong_type
 from metamq.client.net.branches import ANSWER_S
-from metamq.client.offsets.dbapi import Database, DatabaseConnection, blocking_database_of
+from metamq.client.offsets.connections import BlockingConnection, blocking_database_of
 from metamq.client.producer.producer import BaseProducer
 from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError
 from metamq.tx.app.staging import Staging
@@ -38,6 +38,7 @@ from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTab
 from metamq.wire.xa import XACode
 
 if TYPE_CHECKING:
+    from metamq.client.offsets.dbapi import Database
     from metamq.client.producer import aio_producer
     from metamq.client.typevars import T
 
@@ -82,7 +83,7 @@ class DatabaseBlock(ABC):
     async def _enter(self) -> None:
         producer, database = self._producer, self._database
         producer._check_usable()
-        database.check_transactional()
+        await database.check_transactional()
         other = _last.get(id(database.connection))
         if other is not None and other._work is not None:
             raise BranchMisuse("(none)", XACode.PROTO, "the connection is in a dbtx already, and they cannot be nested")
@@ -123,6 +124,7 @@ class DatabaseBlock(ABC):
                 await self._roll_back(work)
             return
         try:
+            await self._database.flush()
             if work.is_empty:
                 await self._outcomes.check(self._database, self._mark)
             else:
@@ -195,11 +197,12 @@ _last: WeakValueDictionary[int, DatabaseBlock] = WeakValueDictionary()
 
 
 class dbtx(DatabaseBlock):
-    """A transaction over a DB-API connection and any number of messages: both happen, or neither.
+    """A transaction over a database connection and any number of messages: both happen, or neither.
 
-    connection:  a DB-API (PEP 249) connection that is not in autocommit mode; sqlite3 and psycopg 3 are tested. Leaving
-                 the block commits its transaction, or rolls it back: do neither inside. With sqlite3 the transaction
-                 also begins with the block.
+    connection:  a DB-API (PEP 249) connection that is not in autocommit mode, or SQLAlchemy's Session or Connection, or
+                 Django's connection. Leaving the block commits its transaction, or rolls it back: do neither inside.
+                 With sqlite3 the transaction also begins with the block. With Django the block is an atomic(), and is
+                 refused inside of another one.
     producer:    a blocking Producer; its settings also apply to these messages. Its own `send` would send outside the
                  block, and is refused inside.
     table:       the outcome table, made once with `create_outcome_table(connection)`.
@@ -213,7 +216,7 @@ class dbtx(DatabaseBlock):
 
     def __init__(
         self,
-        connection: DatabaseConnection,
+        connection: BlockingConnection,
         producer: BaseProducer[Any],
         *,
         table: str = DEFAULT_TABLE,
@@ -271,7 +274,7 @@ class dbtx(DatabaseBlock):
 
 
 def create_outcome_table(
-    connection: DatabaseConnection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None
+    connection: BlockingConnection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None
 ) -> None:
     """Creates the table in which this database decides about transactions, unless it exists, and commits."""
     hint = "`await metamq.tx.aio.create_outcome_table(connection)` takes it."

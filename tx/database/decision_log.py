@@ -13,10 +13,16 @@ proves that the damaged place was on the disk, a decision may be lost there, and
 Opening writes the open transactions to a new file, flushes it, and renames it to replace the old log. A failed fsync
 may have left records in the cache only: now they are on the disk, before any resource acts on them. After a failed
 write or fsync the log takes no more records. The next opening finds out if that decision is on the disk.
+
+Decisions are flushed in groups. While one thread flushes, others append their records and wait; the first of them then
+flushes for all. commit() returns only after an fsync that began after its record was written. So no resource commits
+before its decision is on the disk. A record may survive a crash of the machine without the one before it in its group.
+Then both are part of the torn tail, and no commit() of either has returned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -55,7 +61,11 @@ class DecisionLog:
         self.identity = ""
         self._folder = folder
         self._fsync = fsync
+        self._pending: dict[str, tuple[str, ...]] = {}
+        """Decisions that are written and not certainly on the disk."""
         self._lock = threading.Lock()
+        self._flushing = threading.Lock()
+        """Held during a flush, and by who replaces or closes the file. Taken before `_lock`, never after it."""
         self._failed: StorageError | None = None
         self._file = self._locked = -1
         try:
@@ -107,7 +117,8 @@ class DecisionLog:
 
     def _rewrite(self) -> None:
         """Replaces the log by a new file with the open transactions only. Raises OSError."""
-        packed = [_packed(_ID, 0, self.identity), *(_packed(_COMMIT, 0, *one) for one in self.open.items())]
+        everything = self.open | self._pending
+        packed = [_packed(_ID, 0, self.identity), *(_packed(_COMMIT, 0, *one) for one in everything.items())]
         fresh = self._folder / "decisions.new"
         file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
         try:
@@ -126,6 +137,7 @@ class DecisionLog:
             os.close(self._file)
         self._file = file
         self._end = self._synced = sum(map(len, packed))
+        self.open, self._pending = everything, {}
 
     def check(self) -> None:
         """Raises LogEnded if the log has failed: then the disk may have more than `open`."""
@@ -140,12 +152,25 @@ class DecisionLog:
         """
         with self._lock:
             self._append(_COMMIT, gtrid, list(resources))
-            try:
-                self._fsync(self._file)
-            except OSError as error:
+            self._pending[gtrid] = resources
+        with self._flushing:
+            if gtrid in self._pending:  # no other thread has flushed it in the meantime
+                self._flush()
+
+    def _flush(self) -> None:
+        """Makes all pending decisions durable, with one fsync. The caller holds `_flushing`."""
+        with self._lock:
+            if self._failed is not None:
+                raise StorageError(self._failed.problem)
+            pending, end = list(self._pending), self._end
+        try:
+            self._fsync(self._file)
+        except OSError as error:
+            with self._lock:
                 raise self._broken(error) from error
-            self._synced = self._end
-            self.open[gtrid] = resources
+        with self._lock:
+            self._synced = end
+            self.open.update((gtrid, self._pending.pop(gtrid)) for gtrid in pending)
 
     def ended(self, gtrid: str) -> None:
         """Records that every resource has committed."""
@@ -153,11 +178,18 @@ class DecisionLog:
             if self.open.pop(gtrid, None) is None:
                 return
             self._append(_END, gtrid)
-            if self._end > COMPACT_BYTES and self._end > 4 * len(self.open) * 256:
+            if not self._is_long:
+                return
+        with self._flushing, self._lock:
+            if self._is_long and self._failed is None:  # another thread may have replaced or closed the file
                 try:
                     self._rewrite()
                 except OSError as error:
                     raise self._broken(error) from error
+
+    @property
+    def _is_long(self) -> bool:
+        return self._end > COMPACT_BYTES and self._end > 4 * len(self.open) * 256
 
     def _append(self, kind: int, *fields: object) -> None:
         self.check()
@@ -173,8 +205,15 @@ class DecisionLog:
         return self._failed
 
     def close(self) -> None:
-        """Releases the folder after a running write; a second call does nothing."""
-        with self._lock:  # a decision is either on the disk for the next process, or not made
+        """Releases the folder after a last flush; a second call does nothing."""
+        with self._flushing:
+            if self._pending:  # a decision is either on the disk for the next process, or not made
+                with contextlib.suppress(StorageError):
+                    self._flush()
+            self._close()
+
+    def _close(self) -> None:
+        with self._lock:
             self._failed = self._failed or StorageError(f"the decision log {self._path} is closed")
             for file in (self._file, self._locked):
                 if file >= 0:

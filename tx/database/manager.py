@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metamq.client.background import at_once
 from metamq.client.net.branches import ANSWER_S
-from metamq.client.offsets.dbapi import Database, DatabaseConnection, blocking_database_of
+from metamq.client.offsets.connections import BlockingConnection, blocking_database_of
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
 from metamq.tx.app.outbox import Outbox
 from metamq.tx.app.staging import Staging
@@ -32,6 +32,7 @@ from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTab
 from metamq.wire.xa import XACode
 
 if TYPE_CHECKING:
+    from metamq.client.offsets.dbapi import Database
     from metamq.client.producer.producer import BaseProducer
     from metamq.client.typevars import T
 
@@ -44,9 +45,9 @@ class DataManager:
     def __init__(
         self,
         producer: BaseProducer[Any],
-        connection: Callable[[], DatabaseConnection],
+        connection: Callable[[], BlockingConnection],
         manager: Any,
-        connect: Callable[[], DatabaseConnection] | None,
+        connect: Callable[[], BlockingConnection] | None,
         outcomes: OutcomeTable,
         paramstyle: str | None,
         timeout_s: float,
@@ -65,12 +66,9 @@ class DataManager:
         self._prepared = False
 
     def _database(self) -> Database:
-        """Returns the driver's own connection, even if SQLAlchemy gives a wrapper of it."""
-        given = self._get_connection()
-        driver: DatabaseConnection | None = getattr(given, "driver_connection", None)
-        return self._blocking(given if driver is None else driver)
+        return self._blocking(self._get_connection())
 
-    def _blocking(self, connection: DatabaseConnection) -> Database:
+    def _blocking(self, connection: BlockingConnection) -> Database:
         return blocking_database_of(connection, self._paramstyle, "The `transaction` package needs a blocking one.")
 
     def send(
@@ -183,10 +181,10 @@ class _Savepoint(NamedTuple):
 
 def join_transaction(
     producer: BaseProducer[Any],
-    connection: DatabaseConnection | Callable[[], DatabaseConnection],
+    connection: BlockingConnection | Callable[[], BlockingConnection],
     manager: Any = None,
     *,
-    connect: Callable[[], DatabaseConnection] | None = None,
+    connect: Callable[[], BlockingConnection] | None = None,
     table: str = DEFAULT_TABLE,
     paramstyle: str | None = None,
     timeout_s: float = 0.0,
@@ -213,7 +211,7 @@ def join_transaction(
         manager = transaction.manager
     producer._check_usable()
     # callable() is true for an sqlite3.Connection.
-    get: Any = (lambda: connection) if hasattr(connection, "cursor") else connection
+    get: Any = (lambda: connection) if hasattr(connection, "commit") else connection
     made = DataManager(producer, get, manager, connect, OutcomeTable(table), paramstyle, timeout_s)
     manager.get().join(made)
     return made

@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from metamq.client.offsets.dbapi import POSTGRESQL, SQLITE, Database, check_table
+from metamq.client.offsets.dbapi import MYSQL, POSTGRESQL, SQLITE, Database, check_table
 from metamq.errors import ConfigError
 
 ID_ROW = "@id"
@@ -38,7 +38,12 @@ _SURE = (
 _BEGAN = "(extract(epoch FROM transaction_timestamp()) * 1000000)::bigint"
 """The same value throughout a transaction of PostgreSQL, and another value in the next."""
 _SAVEPOINT = "metamq_dbtx"
-"""A savepoint of sqlite3: it ends with its transaction."""
+"""A savepoint of SQLite and MySQL: it ends with its transaction."""
+
+
+_WITH_SAVEPOINT = (SQLITE, MYSQL)
+_NO_SAVEPOINT = "no such savepoint", f"SAVEPOINT {_SAVEPOINT} does not exist"
+"""The errors of SQLite and MySQL for a savepoint whose transaction has ended."""
 
 
 class TransactionEnded(Exception):
@@ -57,6 +62,7 @@ class OutcomeTable:
         await database.change(
             f"CREATE TABLE IF NOT EXISTS {self.name} ("
             "gtrid VARCHAR(128) NOT NULL PRIMARY KEY, outcome VARCHAR(16) NOT NULL, at BIGINT NOT NULL)"
+            f"{database.table_options}"
         )
         await database.commit()
         if await self._read(database, ID_ROW) is None:
@@ -74,16 +80,18 @@ class OutcomeTable:
 
     async def begin(self, database: Database) -> tuple[bytes, int]:
         """Marks the connection's transaction, so that its end is noticed; begins one if there is none. Returns the
-        identity, and the mark for check() and commit(). Works for SQLite and PostgreSQL; with other databases the end
-        is not noticed. Raises the errors of identity()."""
+        identity, and the mark for check() and commit(). Works for SQLite, MySQL and PostgreSQL; others do not
+        notice the end. Raises the errors of identity()."""
         await database.begin()
         if database.dialect == POSTGRESQL:
             identity, began = await self._identity(database, f"outcome, {_BEGAN}")
             return identity, int(began)
         identity, _outcome = await self._identity(database, "outcome")
         if database.dialect == SQLITE:
-            if not database.connection.in_transaction:  # without BEGIN the release of a savepoint would commit
-                await database.change(f"BEGIN {database.connection.isolation_level or ''}")
+            driver = await database.driver()
+            if not driver.in_transaction:  # without BEGIN the release of a savepoint would commit
+                await database.change(f"BEGIN {driver.isolation_level or ''}")
+        if database.dialect in _WITH_SAVEPOINT:
             await database.change(f"SAVEPOINT {_SAVEPOINT}")
         return identity, 0
 
@@ -106,8 +114,9 @@ class OutcomeTable:
 
     async def check(self, database: Database, mark: int) -> None:
         """Raises TransactionEnded if the marked transaction has ended. Raises the database's error if the transaction
-        has failed, and could not be committed. After check() or commit(), SQLite's transaction has no mark."""
-        if database.dialect == SQLITE:
+        has failed, and could not be committed. After check() or commit(), a transaction of SQLite or MySQL has no
+        mark."""
+        if database.dialect in _WITH_SAVEPOINT:
             await _release(database)
         elif database.dialect == POSTGRESQL:
             ((began,),) = await database.rows(f"SELECT {_BEGAN}")
@@ -120,7 +129,7 @@ class OutcomeTable:
         """Writes the decision into the connection's transaction. Raises TransactionEnded if the marked transaction has
         ended."""
         if database.dialect != POSTGRESQL:
-            if mark is not None and database.dialect == SQLITE:
+            if mark is not None and database.dialect in _WITH_SAVEPOINT:
                 await _release(database)
             await self._insert(database, gtrid.hex(), COMMIT)
             return
@@ -138,6 +147,8 @@ class OutcomeTable:
             try:
                 if database.dialect == POSTGRESQL:
                     await database.change(_LOCK_WAIT)
+                elif database.dialect == MYSQL:  # fails at once while another transaction has inserted the key
+                    await self._row(database, key, "outcome", "FOR UPDATE NOWAIT")
                 await self._insert(database, key, ABORT)
                 await database.commit()
             except Exception:  # the key is there now, or another process is inserting it, or the database is busy
@@ -163,8 +174,8 @@ class OutcomeTable:
         row = await self._row(database, key, "outcome")
         return row[0] if row is not None else None
 
-    async def _row(self, database: Database, key: str, columns: str) -> Any:
-        found = await database.rows(f"SELECT {columns} FROM {self.name} WHERE gtrid = {{}}", (key,))
+    async def _row(self, database: Database, key: str, columns: str, lock: str = "") -> Any:
+        found = await database.rows(f"SELECT {columns} FROM {self.name} WHERE gtrid = {{}} {lock}", (key,))
         return found[0] if found else None
 
     async def _insert(self, database: Database, key: str, outcome: str) -> None:
@@ -174,16 +185,18 @@ class OutcomeTable:
 
 async def _release(database: Database) -> None:
     try:
-        await database.change(f"RELEASE {_SAVEPOINT}")
-    except sqlite3.OperationalError as error:
-        if "no such savepoint" in str(error):
+        await database.change(f"RELEASE SAVEPOINT {_SAVEPOINT}")
+    except Exception as error:  # each driver has its own
+        if any(says in str(error) for says in _NO_SAVEPOINT):
             raise TransactionEnded from None
         raise
 
 
 def _is_about_the_table(error: Exception) -> bool:
-    """True if the error says that the table is missing. PEP 249 modules raise their own ProgrammingError; sqlite3 and
+    """True if the error says that the table is missing. PEP 249 modules raise their own ProgrammingError; SQLite's and
     asyncpg do not."""
-    if isinstance(error, sqlite3.Error):
-        return "no such table" in str(error)
-    return any(cls.__name__ in ("ProgrammingError", "UndefinedTableError") for cls in type(error).__mro__)
+    if "no such table" in str(error):
+        return True
+    return not isinstance(error, sqlite3.Error) and any(
+        cls.__name__ in ("ProgrammingError", "UndefinedTableError") for cls in type(error).__mro__
+    )

@@ -24,7 +24,8 @@ from metamq.client.checks import wrong_type
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
-from metamq.client.offsets.dbapi import AnyConnection, Database, check_paramstyle, database_of
+from metamq.client.offsets.connections import AnyConnection, database_of
+from metamq.client.offsets.dbapi import Database, check_paramstyle
 from metamq.client.settings import cluster_access
 from metamq.errors import BranchNotKnown, MetamqError, NotAuthorized, OutcomeUnknown, TransactionError
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
