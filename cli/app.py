@@ -35,7 +35,7 @@ COMMANDS = {
     "up": ("metamq.cli.commands.up", "Start ZooKeeper and a broker on this machine, for development."),
     "broker": ("metamq.cli.commands.servers", "Run a broker."),
     "zookeeper": ("metamq.cli.commands.servers", "Run a single ZooKeeper server."),
-    "topic": ("metamq.cli.commands.topic", "Create, list, describe, alter and delete topics."),
+    "topic": ("metamq.cli.commands.topic", "Create, list, describe, alter, delete and follow topics."),
     "produce": ("metamq.cli.messages.produce", "Send lines of input, or arguments, to a topic."),
     "consume": ("metamq.cli.messages.consume", "Print the messages of topics."),
     "dlq": ("metamq.cli.messages.dlq", "Show, resend, export and purge the dead letters of groups."),

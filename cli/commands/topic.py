@@ -10,6 +10,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
+from metamq.cli.messages.tail import tail
 from metamq.cli.show import units
 from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, YES, confirm, count, print_json, print_table, say
 from metamq.cli.show.topic_view import (
@@ -84,7 +85,10 @@ def _named_as_given(options: dict[str, Any]) -> Iterator[None]:
 
 @click.group(cls=Group)
 def topic() -> None:
-    """Create, list, describe, alter and delete topics."""
+    """Create, list, describe, alter and delete topics; follow their messages."""
+
+
+topic.add_command(tail)
 
 
 @topic.command()
