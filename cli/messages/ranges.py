@@ -8,9 +8,9 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
+from metamq import Consumer
 from metamq.cli.context import current
 from metamq.cli.show.units import is_pattern
-from metamq.client.consumer.consumer import Consumer
 from metamq.errors import ConfigError, ConnectError, PartitionNotFound, TopicNotFound
 from metamq.zk.partitions import TopicPartition
 

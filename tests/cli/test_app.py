@@ -104,7 +104,7 @@ def test_every_broker_setting_is_a_flag() -> None:
         (["consume", "x", "--where", "id = 7"], "is not a condition: write it like"),
         (["produce", "x", "-D", ""], "an empty text separates nothing"),
         (["produce", "x", "--json", "-k", "a"], "--json has the key and the headers in each record"),
-        (["group", "reset", "g", "x"], "give either --to or --partition"),
+        (["group", "reset", "g", "x"], "give either --to, --shift-by or --partition"),
         (["up", "--ephemeral", "--data", "x"], "give one of them"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
