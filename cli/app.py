@@ -44,6 +44,7 @@ COMMANDS = {
     "cluster": ("metamq.cli.commands.cluster", "Export and restore ZooKeeper's content; remove brokers."),
     "tx": ("metamq.cli.commands.tx", "Show transactions in doubt; commit them or roll them back."),
     "log": ("metamq.cli.commands.log", "Check and print a broker's files, offline; give up a damaged log."),
+    "context": ("metamq.cli.commands.context", "Name clusters, and choose the one to work on."),
     "security": ("metamq.cli.commands.security", "Make, renew and revoke the certificates of a cluster."),
     "user": ("metamq.cli.commands.user", "Add, list and remove the users who log in by password."),
     "acl": ("metamq.cli.commands.user", "Show and change the rights of users and certificates."),
@@ -84,7 +85,8 @@ def metamq() -> None:
     metamq consume flights -e
 
     Settings come from a TOML file (--config or METAMQ_CONFIG), then from METAMQ_... variables, then from options; the
-    last one wins. The options of every command may stand before or after the name of the command.
+    last one wins. `metamq context` gives names to clusters. The options of every command may stand before or after the
+    name of the command.
     """
 
 

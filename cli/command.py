@@ -41,6 +41,7 @@ def global_options() -> list[click.Parameter]:
         option(
             "--zookeeper", metavar="ADDRESS", text="ZooKeeper's address: host:port,host:port/chroot.  [127.0.0.1:2181]"
         ),
+        option("--context", metavar="NAME", text="A cluster that `metamq context add` has named."),
         option("--config", metavar="FILE", text="A TOML file with settings."),
         option("--root", metavar="PATH", text=f"The path of the cluster in ZooKeeper.  [{DEFAULT_ROOT}]"),
         option("-v", "--verbose", count=True, text="Log more on standard error; -vv logs everything."),

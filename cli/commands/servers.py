@@ -129,7 +129,7 @@ def broker(context: click.Context, /, with_parent: bool, output: str, **settings
 
     try:
         config = load(BrokerConfig, "broker", file=current().config, arguments=settings)
-        access = current().access()
+        access = current().access(implicit=False)
     except ConfigError as error:
         raise _by_option(error, settings) from None
     if with_parent:
