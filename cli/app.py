@@ -87,12 +87,18 @@ def metamq() -> None:
     Settings come from a TOML file (--config or METAMQ_CONFIG), then from METAMQ_... variables, then from options; the
     last one wins. `metamq context` gives names to clusters. The options of every command may stand before or after the
     name of the command.
+
+    Completion of commands, topics, groups, partitions and brokers; in zsh and fish with zsh_source and fish_source:
+
+    \b
+    eval "$(_METAMQ_COMPLETE=bash_source metamq)"
     """
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, of sys.argv by default, and returns its exit status. Never raises."""
     if COMPLETION_VARIABLE in os.environ:
+        logging.disable()
         metamq.main(prog_name="metamq")
     settings = Globals()
     try:

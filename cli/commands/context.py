@@ -16,7 +16,7 @@ from metamq.cli.show.units import Parsed
 from metamq.client.settings import read_file
 from metamq.errors import ConfigError
 
-CONTEXT = Parsed("name", check_name)
+CONTEXT = Parsed("context", check_name)
 
 
 @click.group(cls=Group)

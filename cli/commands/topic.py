@@ -46,7 +46,7 @@ _SETTINGS = (
                  "(sync) the slaves have a message."),
 )  # fmt: skip
 _BROKERS = click.option(
-    "--broker", "brokers", type=int, multiple=True, metavar="ID", help="Use only this broker; repeatable."
+    "--broker", "brokers", type=units.BROKER, multiple=True, metavar="ID", help="Use only this broker; repeatable."
 )
 _WAIT = click.option(
     "--wait",
@@ -92,7 +92,7 @@ topic.add_command(tail)
 
 
 @topic.command()
-@click.argument("name", type=units.TOPIC)
+@click.argument("name", type=units.NEW_TOPIC)
 @click.option("-p", "--partitions", type=int, default=4, show_default=True, help="Total number, over all brokers.")
 @_settings
 @_BROKERS

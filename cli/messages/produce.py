@@ -22,7 +22,7 @@ from metamq.cli.messages.json_records import parse_record
 from metamq.cli.show.message_format import unescaped
 from metamq.cli.show.output import count, output_option, print_json, say
 from metamq.cli.show.progress import progress_bar
-from metamq.cli.show.units import TOPIC, Parsed
+from metamq.cli.show.units import PARTITION, TOPIC, Parsed
 from metamq.client.model import Receipt, ReceiptRange
 from metamq.client.settings import load
 from metamq.errors import MessageTooLarge, MetamqError, Timeout
@@ -86,7 +86,9 @@ def parse_header(text: str) -> tuple[str, bytes]:
     metavar="NAME=VALUE",
     help="A header of every message; repeatable.",
 )
-@click.option("-p", "--partition", metavar="PARTITION", help="Send all messages to this partition, such as 0-3.")
+@click.option(
+    "-p", "--partition", type=PARTITION, metavar="PARTITION", help="Send all messages to this partition, such as 0-3."
+)
 @click.option("-z", "--compression", type=click.Choice(["lz4", "zstd"]), help="Compress batches.")
 @output_option(
     "text",

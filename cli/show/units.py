@@ -16,6 +16,8 @@ from metamq.zk.cluster.topics import Flush, FlushEvery
 from metamq.zk.names import check_group, check_node, check_topic, parse_partition
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     _ParamType = click.ParamType[Any]
 else:  # not generic at run time in every click
     _ParamType = click.ParamType
@@ -107,6 +109,13 @@ def is_pattern(text: str) -> bool:
     return any(wildcard in text for wildcard in "*?[")
 
 
+def parse_broker(text: str) -> int:
+    """Returns a broker id. Raises ValueError."""
+    if not re.fullmatch(r"\d{1,5}", text):
+        raise ValueError(f"{text!r} is not a broker id: write a whole number, such as 0")
+    return int(text)
+
+
 def parse_partition_name(text: str) -> str:
     """Returns the name of a partition, as "0-3". Raises ConfigError."""
     parse_partition(text)
@@ -123,7 +132,10 @@ def as_written(parameter: click.Parameter) -> str | None:
 
 
 class Parsed(_ParamType):
-    """A parameter type with a parser; ValueError and ConfigError of the parser are usage errors."""
+    """A parameter type with a parser; ValueError and ConfigError of the parser are usage errors.
+
+    A shell completes the values of a type that metamq.cli.completion knows by its name.
+    """
 
     def __init__(self, name: str, parse: Any) -> None:
         self.name = name
@@ -138,6 +150,12 @@ class Parsed(_ParamType):
             return self._parse(value)
         except (ConfigError, ValueError) as error:
             self.fail(str(error), param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Returns the names that begin with `incomplete`."""
+        from metamq.cli.completion import complete
+
+        return complete(self.name, ctx, incomplete)
 
 
 def _or_unlimited(parse: Any) -> Any:
@@ -155,7 +173,9 @@ FLUSH = Parsed("policy", parse_flush)
 PLACE = Parsed("place", parse_place)
 TOPIC = Parsed("topic", check_topic)
 TOPIC_PATTERN = Parsed("topic", lambda text: text if is_pattern(text) else check_topic(text))
+NEW_TOPIC = Parsed("new topic", check_topic)
 PARTITION = Parsed("partition", parse_partition_name)
+BROKER = Parsed("broker", parse_broker)
 GROUP = Parsed("group", check_group)
 EXISTING_TOPIC = Parsed("topic", partial(check_node, "topic"))
 EXISTING_GROUP = Parsed("group", partial(check_node, "group"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -306,15 +305,3 @@ def test_a_full_disk_below_the_output_is_one_line(
     _out, err = running.communicate(timeout=60)
     assert running.returncode == 1
     assert err.decode().splitlines() == ["metamq: standard output: No space left on device"]
-
-
-def test_shells_can_complete() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "metamq.cli"],
-        env={**os.environ, "_METAMQ_COMPLETE": "zsh_source"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert "_METAMQ_COMPLETE=zsh_complete" in done.stdout
