@@ -24,7 +24,7 @@ from metamq.cli.context import current
 from metamq.cli.processes import StopSignals
 from metamq.cli.show.output import NOTHING, TABLE_OR_JSON, print_json, print_table
 from metamq.cli.show.terminal import escaped
-from metamq.cli.show.top_view import ORDERS, Figures, Sample, Section, figures, sections
+from metamq.cli.show.top_view import ORDERS, ClusterLoad, Sample, Section, figures, sections
 from metamq.cli.show.units import DURATION
 from metamq.errors import MetamqError
 
@@ -136,7 +136,7 @@ def _sampler(admin: Admin) -> Iterator[Sampler]:
         admin.close()  # ends the open questions
 
 
-def _print(found: Figures, order: str, output: str) -> None:
+def _print(found: ClusterLoad, order: str, output: str) -> None:
     if output == "json":
         print_json(found.document())
         return

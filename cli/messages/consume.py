@@ -82,7 +82,7 @@ BUFFER_BYTES = 64 * 1024
     "--exit",
     "exit_at_end",
     is_flag=True,
-    help="Stop after the last message that exists at the start, as --until latest.",
+    help="Stop at the present end: after the last message that exists at the start.",
 )
 @filter_options
 @click.option(
@@ -137,13 +137,11 @@ def consume(
             "a group begins at its committed offsets, and reads all partitions without an end: set the offsets with "
             "`metamq group reset`, or omit --group"
         )
-    if exit_at_end and until is not None:
-        raise click.UsageError("--exit stops at the present end, --until at a place: give one of them")
     check_range(place, until)
     render = {"text": template, "json": as_json, "raw": as_raw}[output]
     with contextlib.suppress(KeyboardInterrupt):
         print_messages(
-            topics, group, chosen, place, "latest" if exit_at_end else until, count,
+            topics, group, chosen, place, until, exit_at_end, count,
             all_of(key, headers, conditions), render,
         )  # fmt: skip
     return 0
@@ -155,6 +153,7 @@ def print_messages(
     chosen: tuple[str, ...],
     place: Place,
     until: Place | None,
+    at_end: bool,
     count: int | None,
     matches: Matches | None,
     render: Render,
@@ -163,16 +162,17 @@ def print_messages(
     load(ConsumerOptions, "consumer", file=current().config_file, arguments={})
     settings = current().client()
     topics = matching_topics(topics)
-    seeks = group is None and (bool(chosen) or isinstance(place, int) or until is not None)
-    partitions = describe_partitions(topics, chosen) if seeks or until is not None else {}
+    ends_somewhere = at_end or until is not None
+    seeks = group is None and (bool(chosen) or isinstance(place, int) or ends_somewhere)
+    partitions = describe_partitions(topics, chosen) if seeks or ends_somewhere else {}
     start = "latest" if seeks or isinstance(place, int) else place
     consumer = PollingConsumer(
         **settings, topics=topics, group=group, start=start, auto_commit=False, idle_timeout_s=LOOK_S
     )
     with consumer, StopSignals() as signals:
         ends = None
-        if seeks or until is not None:
-            ends = ends_of(consumer, partitions, until)
+        if seeks or ends_somewhere:
+            ends = ends_of(consumer, partitions, until, at_end=at_end)
         if seeks:
             seek(consumer, place, partitions)
             others = [tp for tp in consumer.assignment if tp not in partitions]

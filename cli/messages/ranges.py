@@ -78,8 +78,8 @@ def end_of(tp: TopicPartition, found: PartitionDescription) -> int:
     return found.stable_offset
 
 
-def ends_of(consumer: PollingConsumer, partitions: Found, until: Place | None) -> Ends:
-    """Returns the offset after the last message to read, for each partition. An offset may be beyond the present end.
+def ends_of(consumer: PollingConsumer, partitions: Found, until: Place | None, *, at_end: bool) -> Ends:
+    """Returns the offset after the last message to read, for each partition: with `at_end`, at most its present end.
 
     A time moves the consumer: seek to its start afterwards.
     """
@@ -87,7 +87,8 @@ def ends_of(consumer: PollingConsumer, partitions: Found, until: Place | None) -
         seek(consumer, until, partitions)
         positions = consumer.health().partitions
         return {tp: positions[tp].done_offset for tp in partitions if tp in positions}
-    return {tp: NEVER if until is None else _offset_of(tp, found, until) for tp, found in partitions.items()}
+    ends = {tp: NEVER if until is None else _offset_of(tp, found, until) for tp, found in partitions.items()}
+    return {tp: min(end, end_of(tp, partitions[tp])) if at_end else end for tp, end in ends.items()}
 
 
 def _offset_of(tp: TopicPartition, found: PartitionDescription, place: Literal["earliest", "latest"] | int) -> int:

@@ -87,7 +87,7 @@ def tail(
 
     render = as_json if output == "json" else line
     with contextlib.suppress(KeyboardInterrupt):
-        print_messages(topics, None, chosen, place, None, count, all_of(key, headers, conditions), render)
+        print_messages(topics, None, chosen, place, None, False, count, all_of(key, headers, conditions), render)
     return 0
 
 

@@ -69,7 +69,7 @@ class GroupLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ClusterLoad:
     """The figures between two samples, `seconds` apart."""
 
     seconds: float
@@ -82,14 +82,14 @@ class Figures:
         return asdict(self)
 
 
-def figures(before: Sample, after: Sample) -> Figures:
+def figures(before: Sample, after: Sample) -> ClusterLoad:
     """Returns the figures; rates between the two samples."""
     pairs: dict[int, Pair] = {
         broker_id: (before.statistics[broker_id], now)
         for broker_id, now in after.statistics.items()
         if broker_id in before.statistics and _same_run(before.statistics[broker_id], now)
     }
-    return Figures(
+    return ClusterLoad(
         round(after.at_s - before.at_s, 3),
         [_broker(one, after, pairs.get(one.broker_id)) for one in after.brokers.values()],
         _topics(after, list(pairs.values())),
@@ -178,7 +178,7 @@ Rows = list[list[object]]
 Section = tuple[str, list[str], Rows]
 
 
-def sections(found: Figures, order: str) -> list[Section]:
+def sections(found: ClusterLoad, order: str) -> list[Section]:
     """Returns the name, the headings and the sorted rows of each section: brokers, topics, groups."""
     by_topic: dict[str, Callable[[TopicLoad], Any]] = {
         "rate": lambda one: (-(one.messages_s or 0), one.topic),

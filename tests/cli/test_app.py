@@ -99,7 +99,6 @@ def test_every_broker_setting_is_a_flag() -> None:
         (["consume", "x", "--group", "g", "--from", "7"], "a group begins at its committed offsets"),
         (["consume", "x", "--group", "g", "--until", "7"], "a group begins at its committed offsets"),
         (["consume", "x", "--partition", "3"], "is not a broker id, a '-' and an index"),
-        (["consume", "x", "-e", "--until", "3"], "give one of them"),
         (["consume", "x", "--where", "id = 7"], "is not a condition: write it like"),
         (["produce", "x", "-D", ""], "an empty text separates nothing"),
         (["produce", "x", "--json", "-k", "a"], "--json has the key and the headers in each record"),

@@ -163,6 +163,12 @@ def test_a_range_of_some_partitions(metamq: Metamq, topic: str) -> None:
     assert f"topic {topic!r} has no partition '0-7'" in ended.talk
 
 
+def test_an_end_beyond_the_present_one_is_not_waited_for_with_exit(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, *map(str, range(3)))
+    assert metamq("consume", topic, "-e", "--until", 9, "--from", 1).text.split() == ["1", "2"]
+    assert metamq("consume", topic, "-e", "--until", 2).text.split() == ["0", "1"]
+
+
 def test_an_end_that_does_not_exist_yet_is_waited_for(process: Start, metamq: Metamq, topic: str) -> None:
     metamq("produce", topic, "a")
     child = process("consume", topic, "--until", 3)
