@@ -76,7 +76,7 @@ def tail(
     from metamq.cli.messages.consume import print_messages
 
     place: Place = -lines if lines else "latest"
-    names_topic = len(topics) > 1 or is_pattern(topics[0])
+    names_topic = len(topics) > 1 or any(map(is_pattern, topics))
 
     def line(message: Message[bytes]) -> bytes:
         where = f"{message.topic}/" if names_topic else ""
