@@ -33,9 +33,9 @@ COMPLETION_VARIABLE = "_METAMQ_COMPLETE"
 
 COMMANDS = {
     "up": ("metamq.cli.commands.up", "Start ZooKeeper and a broker on this machine, for development."),
-    "broker": ("metamq.cli.commands.servers", "Run a broker."),
+    "broker": ("metamq.cli.commands.servers", "Run a broker, or list the brokers of a cluster."),
     "zookeeper": ("metamq.cli.commands.servers", "Run a single ZooKeeper server."),
-    "topic": ("metamq.cli.commands.topic", "Create, list, describe, alter and delete topics."),
+    "topic": ("metamq.cli.commands.topic", "Create, list, describe, alter, delete and follow topics."),
     "produce": ("metamq.cli.messages.produce", "Send lines of input, or arguments, to a topic."),
     "consume": ("metamq.cli.messages.consume", "Print the messages of topics."),
     "dlq": ("metamq.cli.messages.dlq", "Show, resend, export and purge the dead letters of groups."),
@@ -44,10 +44,12 @@ COMMANDS = {
     "cluster": ("metamq.cli.commands.cluster", "Export and restore ZooKeeper's content; remove brokers."),
     "tx": ("metamq.cli.commands.tx", "Show transactions in doubt; commit them or roll them back."),
     "log": ("metamq.cli.commands.log", "Check and print a broker's files, offline; give up a damaged log."),
+    "context": ("metamq.cli.commands.context", "Name clusters, and choose the one to work on."),
     "security": ("metamq.cli.commands.security", "Make, renew and revoke the certificates of a cluster."),
     "user": ("metamq.cli.commands.user", "Add, list and remove the users who log in by password."),
     "acl": ("metamq.cli.commands.user", "Show and change the rights of users and certificates."),
     "quota": ("metamq.cli.commands.user", "Show and change quotas of users and certificates."),
+    "top": ("metamq.cli.commands.top", "Show brokers, topics and groups as they work: rates and lag."),
     "bench": ("metamq.cli.commands.bench", "Measure the throughput of a running cluster."),
     "doctor": ("metamq.cli.commands.doctor", "Check every part of a cluster, and report problems."),
     "demo": ("metamq.cli.demo.story", "Send real data through a real cluster, and kill parts of it."),
@@ -84,13 +86,20 @@ def metamq() -> None:
     metamq consume flights -e
 
     Settings come from a TOML file (--config or METAMQ_CONFIG), then from METAMQ_... variables, then from options; the
-    last one wins. The options of every command may stand before or after the name of the command.
+    last one wins. `metamq context` gives names to clusters. The options of every command may stand before or after the
+    name of the command.
+
+    Completion of commands, topics, groups, partitions and brokers; in zsh and fish with zsh_source and fish_source:
+
+    \b
+    eval "$(_METAMQ_COMPLETE=bash_source metamq)"
     """
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, of sys.argv by default, and returns its exit status. Never raises."""
     if COMPLETION_VARIABLE in os.environ:
+        logging.disable()
         metamq.main(prog_name="metamq")
     settings = Globals()
     try:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from metamq.cli.context import Globals
 from metamq.zk.paths import DEFAULT_ROOT
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -30,6 +33,12 @@ def _set(name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
     return callback
 
 
+def _complete_context(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from metamq.cli.completion import complete
+
+    return complete("context", context, incomplete)
+
+
 def global_options() -> list[click.Parameter]:
     """Returns new objects for the options of every command."""
 
@@ -40,6 +49,12 @@ def global_options() -> list[click.Parameter]:
     return [
         option(
             "--zookeeper", metavar="ADDRESS", text="ZooKeeper's address: host:port,host:port/chroot.  [127.0.0.1:2181]"
+        ),
+        option(
+            "--context",
+            metavar="NAME",
+            text="A cluster that `metamq context add` has named.",
+            shell_complete=_complete_context,
         ),
         option("--config", metavar="FILE", text="A TOML file with settings."),
         option("--root", metavar="PATH", text=f"The path of the cluster in ZooKeeper.  [{DEFAULT_ROOT}]"),

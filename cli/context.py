@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from metamq.cli.contexts import Choice, choose
 from metamq.cli.show.terminal import escaped
-from metamq.client.settings import CONFIG_FILE_VARIABLE, ClusterAccess, cluster_access
+from metamq.client.settings import CONFIG_FILE_VARIABLE, ClusterAccess, cluster_access, read_file
+from metamq.zk.paths import DEFAULT_ROOT
 
 if TYPE_CHECKING:
     from metamq import Admin
@@ -32,19 +34,34 @@ class Globals:
     """The options that every command takes."""
 
     zookeeper: str | None = None
+    context: str | None = None
     config: str | None = None
     root: str | None = None
     verbose: int = 0
     debug: bool = False
 
-    def access(self) -> ClusterAccess:
-        """Returns the way to the cluster. Raises ConfigError."""
-        return cluster_access(self.zookeeper, self.root, self.config, None)
+    def choice(self, *, implicit: bool = True) -> Choice:
+        """Returns the context that applies, see metamq.cli.contexts. Raises ConfigError."""
+        return choose(self.zookeeper, self.context, self.config, implicit=implicit)
+
+    def access(self, *, implicit: bool = True) -> ClusterAccess:
+        """Returns the way to the cluster. Without `implicit` only --context chooses a context. Raises ConfigError."""
+        choice = self.choice(implicit=implicit)
+        if choice.name is None:
+            return cluster_access(self.zookeeper, self.root, self.config, None)
+        file = self._file(choice)
+        zookeeper = choice.cluster.zookeeper or read_file(choice.cluster.config).get("zookeeper")
+        root = self.root or choice.cluster.root or read_file(file).get("root") or DEFAULT_ROOT
+        return cluster_access(zookeeper, root, file, None)
 
     @property
     def config_file(self) -> str | None:
-        """The settings file; None if there is none."""
-        return self.config or os.environ.get(CONFIG_FILE_VARIABLE)
+        """The settings file; None if there is none. Raises ConfigError."""
+        return self._file(self.choice())
+
+    def _file(self, choice: Choice) -> str | None:
+        named, variable = choice.cluster.config, os.environ.get(CONFIG_FILE_VARIABLE)
+        return self.config or (named or variable if choice.is_explicit else variable or named) or None
 
     def client(self) -> dict[str, Any]:
         """Returns the arguments of a Producer, Consumer or Admin. Raises the errors of look_for_cluster()."""
@@ -52,7 +69,7 @@ class Globals:
 
         access = self.access()
         asyncio.run(look_for_cluster(access))
-        return {**access._asdict(), "config": self.config}
+        return {**access._asdict(), "config": self.config_file}
 
     def admin(self) -> Admin:
         """Returns an open Admin. Raises ConfigError, ConnectError."""

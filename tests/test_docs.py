@@ -22,6 +22,7 @@ from tests.postgres import running_postgres
 
 ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 AT_ONCE = {"docs/producing.md": 1, "docs/administering.md": 1, "docs/consuming.md": 9, "docs/scan.md": 4}
 """How many snippets of a guide run side by side. Those that consume wait for the end of the topic, most of the time."""
 
@@ -64,6 +65,26 @@ def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path
         ended = pool.map(lambda snippet: run(snippet, running, tmp_path), found)
     for number, (snippet, done) in enumerate(zip(found, ended, strict=True), 1):
         assert done.returncode == 0, f"{document}, snippet {number}:\n{snippet}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("document", AT_ONCE)
+def test_commands_run_as_printed(document: str, tmp_path: Path) -> None:
+    found = SHELL.findall((ROOT / document).read_text())
+    assert found, f"{document} has no commands"
+    with cluster() as fresh:
+        fill_orders(fresh)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("METAMQ_")}
+        environment |= {"METAMQ_ZOOKEEPER": fresh.zookeeper, "XDG_CONFIG_HOME": str(tmp_path)}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        if document == "docs/consuming.md":
+            message = ["metamq", "produce", "orders", "-k", "customer-7", '{"total": 12}']
+            subprocess.run(message, env=environment, check=True)
+        for block in found:
+            done = subprocess.run(
+                ["bash", "-e", "-o", "pipefail", "-c", block],
+                env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{document}:\n{block}\n{done.stderr}"
 
 
 @pytest.mark.slow

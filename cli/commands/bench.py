@@ -64,8 +64,8 @@ def bench(messages: int, size: int, partitions: int, compression: str | None, ke
     from metamq.client.producer.producer_core import ProducerOptions
 
     topic = f"bench-{secrets.token_hex(4)}"
-    load(ProducerOptions, "producer", file=current().config, arguments={"compression": compression})
-    load(ConsumerOptions, "consumer", file=current().config, arguments={})
+    load(ProducerOptions, "producer", file=current().config_file, arguments={"compression": compression})
+    load(ConsumerOptions, "consumer", file=current().config_file, arguments={})
     settings = current().client()
     with current().admin() as admin:
         admin.create_topic(topic, partitions)

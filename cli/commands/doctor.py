@@ -134,6 +134,8 @@ def _look(settings: Globals, report: Callable[[Finding], None]) -> bool:
         report(Finding("settings", "problem", error.problem, error.hint))
         return True
     source = f"file {settings.config_file}" if settings.config_file else "no file"
+    if (choice := settings.choice()).name is not None:
+        source = f"{source}, context {choice.name}"
     report(Finding("settings", "ok", f"ZooKeeper at {access.zookeeper}, root {access.root}, {source}"))
     for finding in _environment():
         report(finding)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,12 +24,19 @@ from metamq.cli.show.output import (
     table_lines,
 )
 from metamq.cli.show.units import EXISTING_GROUP, PLACE, TOPIC, Parsed, show_age
+from metamq.errors import ConfigError, ConnectError
 from metamq.security.rights import ANY_PRINCIPAL
 from metamq.zk.names import check_consumer, parse_partition
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
-    from metamq.client.admin.admin_model import GroupDescription, GroupPartition, OffsetReset, ResetTo
+    from metamq.client.admin.admin_model import (
+        GroupDescription,
+        GroupPartition,
+        OffsetReset,
+        ResetTo,
+        TopicDescription,
+    )
 
 RESET_HEADINGS = ("PARTITION", "BEFORE", "AFTER")
 
@@ -184,8 +190,15 @@ def _parse_partition_offset(text: str) -> tuple[str, int]:
 @click.argument("name", type=EXISTING_GROUP)
 @click.argument("topic", type=TOPIC)
 @click.option(
-    "--to", "place", type=PLACE, metavar="PLACE", help="earliest, latest, an OFFSET for all partitions, @TIME or @-1h."
+    "--to",
+    "place",
+    type=PLACE,
+    metavar="PLACE",
+    help="earliest, latest, an OFFSET for all partitions, -N for the last N messages of each partition, @TIME or @-1h.",
 )
+@click.option(
+    "--shift-by", type=int, metavar="N", help="Move each committed offset N messages forward, or back with -N.",
+)  # fmt: skip
 @click.option(
     "--partition", "offsets", type=Parsed("offset", _parse_partition_offset), multiple=True, metavar="0-3=1200",
     help="An offset for one partition; repeatable. The others stay as they are.",
@@ -194,18 +207,38 @@ def _parse_partition_offset(text: str) -> tuple[str, int]:
 @YES
 @TABLE_OR_JSON
 def reset(
-    name: str, topic: str, place: Any, offsets: tuple[tuple[str, int], ...], dry_run: bool, yes: bool, output: str
+    name: str,
+    topic: str,
+    place: Any,
+    shift_by: int | None,
+    offsets: tuple[tuple[str, int], ...],
+    dry_run: bool,
+    yes: bool,
+    output: str,
 ) -> None:
     """Set a group's offsets in a topic. The group must have no members.
+
+    --to -N and --shift-by stay within the messages that exist. TIME is local, unless it names a zone.
 
     \b
     metamq group reset etl flights --to earliest          shows the plan
     metamq group reset etl flights --to earliest --yes
     metamq group reset etl flights --to @2026-11-01T00:00 --yes
+
+    \b
+    metamq group reset etl flights --to -100 --dry-run
+    metamq group reset etl flights --shift-by -10 --yes
     metamq group reset etl flights --partition 0-3=1200 --yes
     """
-    to = _reset_to(topic, place, offsets)
+    if [place is not None, shift_by is not None, bool(offsets)].count(True) != 1:
+        raise click.UsageError("give either --to, --shift-by or --partition, for the group's new offsets")
     with current().admin() as admin:
+        if shift_by is not None:
+            to: ResetTo = _shifted(admin.describe_group(name), topic, shift_by)
+        elif isinstance(place, int) and place < 0:
+            to = _before_the_end(admin.describe_topic(topic), place)
+        else:
+            to = {TopicPartition(topic, partition): offset for partition, offset in offsets} if offsets else place
         resets = admin.reset_offsets(name, topic, to, dry_run=True)
         if not dry_run:
             confirm([f"Group {name}, topic {topic}:", *table_lines(RESET_HEADINGS, _rows(resets))], yes=yes)
@@ -220,16 +253,33 @@ def reset(
         say(f"{count(len(resets), 'offset')} set.")
 
 
-def _reset_to(topic: str, place: Any, offsets: tuple[tuple[str, int], ...]) -> ResetTo:
-    if (place is None) == (not offsets):
-        raise click.UsageError("give either --to or --partition, for the group's new offsets")
-    if isinstance(place, int) and place < 0:
-        raise click.BadParameter(f"{place} is not an offset", param_hint="'--to'")
-    if place is not None:
-        to: ResetTo = place
-        assert isinstance(to, str | int | datetime)
-        return to
-    return {TopicPartition(topic, partition): offset for partition, offset in offsets}
+def _before_the_end(found: TopicDescription, place: int) -> dict[TopicPartition, int]:
+    """Returns the offset of the last -`place` messages of each partition. Raises ConnectError."""
+    offsets = {}
+    for part in found.partitions:
+        if part.stable_offset is None or part.start_offset is None:
+            raise _unknown_end(found.topic, part.partition, part.problem)
+        offsets[TopicPartition(found.topic, part.partition)] = max(part.stable_offset + place, part.start_offset)
+    return offsets
+
+
+def _shifted(found: GroupDescription, topic: str, shift: int) -> dict[TopicPartition, int]:
+    """Returns each committed offset plus the shift, within the log. Raises ConfigError without any, ConnectError."""
+    offsets = {}
+    for part in found.partitions:
+        if part.topic != topic or part.committed is None:
+            continue
+        if part.start is None or part.end is None:
+            raise _unknown_end(topic, part.partition, part.problem)
+        offsets[TopicPartition(topic, part.partition)] = min(max(part.committed + shift, part.start), part.end)
+    if not offsets:
+        hint = "Give --to or --partition: there is no offset to shift."
+        raise ConfigError(f"group {found.group!r} has no committed offsets in topic {topic!r}", hint=hint)
+    return offsets
+
+
+def _unknown_end(topic: str, partition: str, problem: str) -> ConnectError:
+    return ConnectError(f"the master of {topic}/{partition}", problem, hint="`metamq doctor` checks every part.")
 
 
 def _rows(resets: tuple[OffsetReset, ...]) -> list[list[object]]:

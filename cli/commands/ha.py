@@ -27,7 +27,7 @@ from metamq.cli.show.output import (
     say,
 )
 from metamq.cli.show.replica_view import damage_faults, in_sync_and_down, replica_faults, state_in_words
-from metamq.cli.show.units import DURATION, show_bytes
+from metamq.cli.show.units import BROKER, DURATION, show_bytes
 from metamq.errors import ConfigError, ConnectError
 from metamq.zk.cluster.failover import MODES
 from metamq.zk.paths import Paths
@@ -61,7 +61,7 @@ def ha() -> None:
 
 
 @ha.command()
-@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
+@click.option("--broker", "broker_id", type=BROKER, metavar="ID", help="Only this broker id.  [all]")
 @TABLE_OR_JSON
 def status(broker_id: int | None, output: str) -> int:
     """Show each broker's replicas: roles, the in-sync set, how far slaves are behind their master.
@@ -122,7 +122,7 @@ def _if_the_master_ends(broker: BrokerReplicas, replica: ReplicaDescription) -> 
 
 
 @ha.command()
-@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
+@click.option("--broker", "broker_id", type=BROKER, metavar="ID", help="Only this broker id.  [all]")
 @click.option(
     "--in-sync", "wanted", type=click.IntRange(1), default=2, show_default=True, help="Replicas that must be in sync."
 )
@@ -196,7 +196,7 @@ def _brokers(found: Iterable[int]) -> str:
 
 
 @ha.command()
-@click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
+@click.option("--broker", "broker_id", type=BROKER, metavar="ID", default=0, show_default=True, help="The broker id.")
 @click.option("--slave", "replica", type=int, required=True, help="The replica number of the next master.")
 @click.option(
     "--accept-loss", is_flag=True, help="Promote it even if it is not in sync: messages that it lacks are lost."
@@ -224,7 +224,7 @@ def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: 
 
 
 @ha.command()
-@click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
+@click.option("--broker", "broker_id", type=BROKER, metavar="ID", default=0, show_default=True, help="The broker id.")
 @click.option("--replica", type=int, required=True, help="The replica number of the lost slave.")
 @ACCEPT_LOSS
 @YES
@@ -252,7 +252,7 @@ _LIMIT = click.option(
 
 
 @ha.command()
-@click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
+@click.option("--broker", "broker_id", type=BROKER, metavar="ID", default=0, show_default=True, help="The broker id.")
 @click.option("--replica", type=int, required=True, help="The number of the new replica.")
 @_LIMIT
 @TEXT_OR_JSON
@@ -274,7 +274,7 @@ def add(broker_id: int, replica: int, limit_ms: int, output: str) -> None:
 
 
 @ha.command()
-@click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
+@click.option("--broker", "broker_id", type=BROKER, metavar="ID", default=0, show_default=True, help="The broker id.")
 @click.option("--from", "former", type=int, required=True, help="The replica to replace.")
 @click.option("--to", "replica", type=int, required=True, help="The new replica.")
 @_LIMIT
@@ -308,7 +308,7 @@ HISTORY_HEADINGS = ["TIME", "BROKER", "EPOCH", "FROM", "TO", "TOOK", "CAUSE", "G
 
 @ha.command()
 @click.argument("mode", type=click.Choice(MODES), required=False)
-@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
+@click.option("--broker", "broker_id", type=BROKER, metavar="ID", help="Only this broker id.  [all]")
 @click.option(
     "--preferred",
     type=int,
@@ -332,7 +332,7 @@ def failover(mode: str | None, broker_id: int | None, preferred: int | None, out
 
 
 @ha.command()
-@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
+@click.option("--broker", "broker_id", type=BROKER, metavar="ID", help="Only this broker id.  [all]")
 @TABLE_OR_JSON
 def pause(broker_id: int | None, output: str) -> None:
     """Stop automatic switches for maintenance. `metamq ha resume` allows them again.
@@ -344,7 +344,7 @@ def pause(broker_id: int | None, output: str) -> None:
 
 
 @ha.command()
-@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
+@click.option("--broker", "broker_id", type=BROKER, metavar="ID", help="Only this broker id.  [all]")
 @TABLE_OR_JSON
 def resume(broker_id: int | None, output: str) -> None:
     """Allow automatic switches again, after `metamq ha pause`.
@@ -396,7 +396,7 @@ def _next_json(broker: BrokerReplicas) -> dict[str, Any]:
 
 
 @ha.command()
-@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
+@click.option("--broker", "broker_id", type=BROKER, metavar="ID", help="Only this broker id.  [all]")
 @TABLE_OR_JSON
 def history(broker_id: int | None, output: str) -> None:
     """Show the last switches of masters, the newest last: when, from which replica to which, and why.

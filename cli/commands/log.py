@@ -175,7 +175,7 @@ def _row(position: int, header: BatchHeader) -> list[object]:
         header.count,
         header.epoch,
         _codec_name(header),
-        time_of(header.append_time_us).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00"),
+        time_of(header.append_time_us).isoformat(timespec="milliseconds"),
     ]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +15,10 @@ import click
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.parent import follow_parent
-from metamq.cli.command import CliCommand
+from metamq.cli.command import CliCommand, Group
 from metamq.cli.context import current
 from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars
-from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
+from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, print_json, print_json_line, print_table, say
 from metamq.cli.show.progress import download_progress
 from metamq.cli.show.units import DURATION, SIZE, Parsed, as_written, parse_ms
 from metamq.client.settings import load, security_config
@@ -100,11 +102,12 @@ def _settings(function: Callable[..., int]) -> Callable[..., int]:
     return function
 
 
-@click.command(cls=CliCommand, quiet=logging.INFO)
+@click.group(cls=Group, invoke_without_command=True)
 @_settings
 @TEXT_OR_JSON
 @click.option("--with-parent", is_flag=True, hidden=True)
-def broker(with_parent: bool, output: str, **settings: Any) -> int:
+@click.pass_context
+def broker(context: click.Context, /, with_parent: bool, output: str, **settings: Any) -> int:
     """Run a broker in the foreground. SIGTERM or Ctrl-C stops it: it finishes its requests, then flushes all logs.
 
     Each setting can also be in [broker] of the TOML file, or in a METAMQ_BROKER_... variable. With -o json the broker
@@ -119,11 +122,14 @@ def broker(with_parent: bool, output: str, **settings: Any) -> int:
     metamq broker --host 0.0.0.0 --advertise broker-0.example.org
     metamq broker --config /etc/metamq/broker.toml
     """  # fmt: skip
+    if context.invoked_subcommand is not None:
+        return 0
+    current().log(logging.INFO)
     from metamq.broker.process.server import run_broker
 
     try:
         config = load(BrokerConfig, "broker", file=current().config, arguments=settings)
-        access = current().access()
+        access = current().access(implicit=False)
     except ConfigError as error:
         raise _by_option(error, settings) from None
     if with_parent:
@@ -137,6 +143,40 @@ def broker(with_parent: bool, output: str, **settings: Any) -> int:
             say(f"{running.name.capitalize()} serves at {running.host}:{running.port}. Ctrl-C stops it.")
 
     return run_broker(config, access, ready=ready)
+
+
+@broker.command("list")
+@TABLE_OR_JSON
+def list_brokers(output: str) -> None:
+    """List the brokers, with the address of each master. `metamq ha status` also shows the slaves.
+
+    \b
+    metamq broker list
+    metamq broker list -o json | jq -r '.[] | select(.live) | .address'
+    """
+    with current().admin() as admin:
+        found = list(admin.brokers().values())
+        partitions = Counter[int]()
+        for config in admin.topics().values():
+            partitions.update(config.partitions)
+    if output == "json":
+        print_json([{**asdict(one), "address": one.address, "partitions": partitions[one.broker_id]} for one in found])
+        return
+    print_table(
+        ["BROKER", "ADDRESS", "STATE", "REPLICA", "EPOCH", "PARTITIONS", "VERSION"],
+        [
+            [
+                str(one.broker_id),
+                one.address,
+                "live" if one.live else "down",
+                None if one.replica is None else str(one.replica),
+                str(one.epoch),
+                partitions[one.broker_id],
+                one.version,
+            ]
+            for one in found
+        ],
+    )
 
 
 def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:

@@ -10,6 +10,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
+from metamq.cli.messages.tail import tail
 from metamq.cli.show import units
 from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, YES, confirm, count, print_json, print_table, say
 from metamq.cli.show.topic_view import (
@@ -45,7 +46,7 @@ _SETTINGS = (
                  "(sync) the slaves have a message."),
 )  # fmt: skip
 _BROKERS = click.option(
-    "--broker", "brokers", type=int, multiple=True, metavar="ID", help="Use only this broker; repeatable."
+    "--broker", "brokers", type=units.BROKER, multiple=True, metavar="ID", help="Use only this broker; repeatable."
 )
 _WAIT = click.option(
     "--wait",
@@ -84,11 +85,14 @@ def _named_as_given(options: dict[str, Any]) -> Iterator[None]:
 
 @click.group(cls=Group)
 def topic() -> None:
-    """Create, list, describe, alter and delete topics."""
+    """Create, list, describe, alter and delete topics; follow their messages."""
+
+
+topic.add_command(tail)
 
 
 @topic.command()
-@click.argument("name", type=units.TOPIC)
+@click.argument("name", type=units.NEW_TOPIC)
 @click.option("-p", "--partitions", type=int, default=4, show_default=True, help="Total number, over all brokers.")
 @_settings
 @_BROKERS

@@ -23,7 +23,7 @@ from metamq.cli.show.output import (
     print_table,
     say,
 )
-from metamq.cli.show.units import show_age, show_bytes
+from metamq.cli.show.units import BROKER, show_age, show_bytes
 from metamq.errors import BranchNotKnown, ConfigError, ConnectError
 from metamq.wire.xa import XACode, Xid
 
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from metamq.client.net.branches import BranchDescription
 
 PREPARED, HEURISTIC, DECIDED = "prepared", "heuristically completed", "decided"
-BROKER = click.option("--broker", "broker_id", type=int, help="Only the branch at this broker id.  [all]")
+AT_BROKER = click.option(
+    "--broker", "broker_id", type=BROKER, metavar="ID", help="Only the branch at this broker id.  [all]"
+)
 
 
 _BASE64 = "[A-Za-z0-9+/]*={0,2}"
@@ -301,7 +303,7 @@ def _raise_unknown(
 
 @tx.command()
 @click.argument("xid")
-@BROKER
+@AT_BROKER
 @YES
 @TEXT_OR_JSON
 def commit(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
@@ -323,7 +325,7 @@ def commit(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
 
 @tx.command()
 @click.argument("xid")
-@BROKER
+@AT_BROKER
 @YES
 @TEXT_OR_JSON
 def rollback(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
@@ -340,7 +342,7 @@ def rollback(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
 
 @tx.command()
 @click.argument("xid")
-@BROKER
+@AT_BROKER
 @YES
 @TEXT_OR_JSON
 def forget(xid: str, broker_id: int | None, yes: bool, output: str) -> None:

@@ -11,26 +11,33 @@ import logging
 import select
 import sys
 import time
-from collections.abc import Mapping
-from datetime import datetime
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
+from metamq.cli.messages.filters import Matches, all_of, filter_options
+from metamq.cli.messages.ranges import (
+    Ends,
+    Place,
+    PollingConsumer,
+    check_range,
+    describe_partitions,
+    ends_of,
+    matching_topics,
+    seek,
+)
 from metamq.cli.processes import StopSignals
 from metamq.cli.show.message_format import LETTERS, Render, as_json, as_raw, compile_format
 from metamq.cli.show.output import output_option, silence_stdout
-from metamq.cli.show.units import GROUP, PLACE, TOPIC, Parsed
-from metamq.client.consumer.consumer import Consumer
+from metamq.cli.show.units import GROUP, PARTITION, PLACE, TOPIC_PATTERN, Parsed
 from metamq.client.fetch.consumer_options import ConsumerOptions
 from metamq.client.settings import load
-from metamq.errors import ConnectError, OwnershipLost
+from metamq.errors import OwnershipLost
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
-    from metamq.client.admin.admin_model import PartitionDescription
     from metamq.client.model import Message
 
 log = logging.getLogger("metamq.cli")
@@ -39,13 +46,19 @@ LOOK_S = 0.05
 COMMIT_S = 1.0
 BUFFER_BYTES = 64 * 1024
 
-Place = Literal["earliest", "latest"] | datetime | int
-Ends = dict[TopicPartition, int]
-
 
 @click.command(cls=CliCommand, epilog=f"FORMAT: {LETTERS}.")
-@click.argument("topics", type=TOPIC, nargs=-1, required=True)
+@click.argument("topics", type=TOPIC_PATTERN, nargs=-1, required=True)
 @click.option("-g", "--group", type=GROUP, help="Read as a member of this group, and commit printed messages.")
+@click.option(
+    "-p",
+    "--partition",
+    "chosen",
+    type=PARTITION,
+    multiple=True,
+    metavar="PARTITION",
+    help="Read only this partition, such as 0-3; repeatable.",
+)
 @click.option(
     "--from",
     "place",
@@ -56,8 +69,22 @@ Ends = dict[TopicPartition, int]
     help="First message: earliest, latest, an OFFSET, -N for the last N of each partition, @TIME. A group begins at "
     "its committed offsets; PLACE is for partitions without one.",
 )
+@click.option(
+    "--until",
+    type=PLACE,
+    metavar="PLACE",
+    help="Stop before this place in each partition. @TIME stops before the "
+    "first message at or after TIME, or at the present end. An OFFSET that does not exist yet is waited for.",
+)
 @click.option("-n", "--count", type=click.IntRange(min=1), help="Stop after this number of messages.")
-@click.option("-e", "--exit", "exit_at_end", is_flag=True, help="Stop after the last message that exists at the start.")
+@click.option(
+    "-e",
+    "--exit",
+    "exit_at_end",
+    is_flag=True,
+    help="Stop at the present end: after the last message that exists at the start.",
+)
+@filter_options
 @click.option(
     "--format",
     "template",
@@ -68,75 +95,94 @@ Ends = dict[TopicPartition, int]
     help="Format of a message, as below.",
 )
 @output_option(
-    "text", "json", "raw", text="text: as --format says. json: one JSON object per line. raw: only the bytes of values."
+    "text",
+    "json",
+    "raw",
+    text="text: as --format says. json: one JSON object per line, for `metamq produce --json`. "
+    "raw: only the bytes of values.",
 )
 def consume(
     topics: tuple[str, ...],
     group: str | None,
+    chosen: tuple[str, ...],
     place: Place,
+    until: Place | None,
     count: int | None,
     exit_at_end: bool,
+    key: Matches | None,
+    headers: tuple[Matches, ...],
+    conditions: tuple[Matches, ...],
     template: Render,
     output: str,
 ) -> int:
     """Print the messages of topics, and wait for more. Ctrl-C ends the command, with status 0.
 
+    A topic may be a pattern in quotes: it stands for the topics that exist at the start. TIME is local, unless it
+    names a zone: 2026-11-01, 2026-11-01T13:30Z, -1h for an hour ago, or microseconds since 1970.
+
     \b
     metamq consume flights -e
-    metamq consume flights --from latest --format '%T %p %o %k %v\\n'
     metamq consume flights --from -10 -e
-    metamq consume flights clicks --from @2026-11-01T00:00 -o json | jq .value
+    metamq consume flights --partition 0-3 --from 1200 --until 1300
+
+    \b
+    metamq consume flights --from @2026-11-01T09:00 --until @2026-11-01T10:00
+    metamq consume 'flights-*' --key 'UA*' --where '.delay >= 15'
+    metamq consume flights --from latest --format '%T %p %o %k %v\\n'
+    metamq consume flights clicks --from @-1h -o json | jq .value
     metamq consume flights --group etl
     """  # fmt: skip
-    if group is not None and isinstance(place, int):
+    if group is not None and (isinstance(place, int) or chosen or until is not None):
         raise click.UsageError(
-            "a group begins at its committed offsets: set them with `metamq group reset`, or omit --group"
+            "a group begins at its committed offsets, and reads all partitions without an end: set the offsets with "
+            "`metamq group reset`, or omit --group"
         )
+    check_range(place, until)
     render = {"text": template, "json": as_json, "raw": as_raw}[output]
-    load(ConsumerOptions, "consumer", file=current().config, arguments={})
-    settings = current().client()
     with contextlib.suppress(KeyboardInterrupt):
-        partitions = _partitions(topics) if exit_at_end or isinstance(place, int) else {}
-        ends = {tp: _end(tp, found) for tp, found in partitions.items()} if exit_at_end else None
-        start = "latest" if isinstance(place, int) else place
-        consumer = PollingConsumer(
-            **settings, topics=topics, group=group, start=start, auto_commit=False, idle_timeout_s=LOOK_S
-        )
-        with consumer, StopSignals() as signals:
-            if isinstance(place, int):
-                _seek(consumer, place, partitions)
-            printer = Printer(consumer, render, signals, commits=group is not None, count=count, ends=ends)
-            try:
-                printer.run()
-            except BrokenPipeError:
-                silence_stdout()
+        print_messages(
+            topics, group, chosen, place, until, exit_at_end, count,
+            all_of(key, headers, conditions), render,
+        )  # fmt: skip
     return 0
 
 
-def _partitions(topics: tuple[str, ...]) -> dict[TopicPartition, PartitionDescription]:
-    with current().admin() as admin:
-        described = [admin.describe_topic(topic) for topic in topics]
-    return {TopicPartition(one.topic, part.partition): part for one in described for part in one.partitions}
-
-
-def _end(tp: TopicPartition, found: PartitionDescription) -> int:
-    """Returns the end of the partition at the start of the command. Raises ConnectError if it is unknown."""
-    if found.stable_offset is None:
-        reason = "it is not registered in ZooKeeper" if found.address is None else f"{tp}: {found.problem}"
-        raise ConnectError(f"broker {found.broker_id}", reason, hint="`metamq doctor` checks every part.")
-    return found.stable_offset
-
-
-def _seek(consumer: Consumer[bytes], place: int, partitions: Mapping[TopicPartition, PartitionDescription]) -> None:
-    """Seeks to an offset in each partition, or to a number of messages before its end; stays within the log."""
-    for tp in consumer.assignment:
-        found = partitions.get(tp)
-        if found is None:
-            continue
-        end = _end(tp, found)
-        assert found.start_offset is not None
-        wanted = end + place if place < 0 else place
-        consumer.seek(tp, min(max(wanted, found.start_offset), end))
+def print_messages(
+    topics: tuple[str, ...],
+    group: str | None,
+    chosen: tuple[str, ...],
+    place: Place,
+    until: Place | None,
+    at_end: bool,
+    count: int | None,
+    matches: Matches | None,
+    render: Render,
+) -> None:
+    """Prints messages until the end. Raises the errors of a consumer, and those of the places."""
+    load(ConsumerOptions, "consumer", file=current().config_file, arguments={})
+    settings = current().client()
+    topics = matching_topics(topics)
+    ends_somewhere = at_end or until is not None
+    seeks = group is None and (bool(chosen) or isinstance(place, int) or ends_somewhere)
+    partitions = describe_partitions(topics, chosen) if seeks or ends_somewhere else {}
+    start = "latest" if seeks or isinstance(place, int) else place
+    consumer = PollingConsumer(
+        **settings, topics=topics, group=group, start=start, auto_commit=False, idle_timeout_s=LOOK_S
+    )
+    with consumer, StopSignals() as signals:
+        ends = None
+        if seeks or ends_somewhere:
+            ends = ends_of(consumer, partitions, until, at_end=at_end)
+        if seeks:
+            seek(consumer, place, partitions)
+            others = [tp for tp in consumer.assignment if tp not in partitions]
+            if others:
+                consumer.pause(*others)
+        printer = Printer(consumer, render, signals, commits=group is not None, count=count, ends=ends, matches=matches)
+        try:
+            printer.run()
+        except BrokenPipeError:
+            silence_stdout()
 
 
 def _poll_reader(stream: IO[str]) -> select.poll | None:
@@ -148,16 +194,6 @@ def _poll_reader(stream: IO[str]) -> select.poll | None:
     watched = select.poll()
     watched.register(descriptor, 0)  # poll reports errors and hang-ups in any case
     return watched
-
-
-class PollingConsumer(Consumer[bytes]):
-    """A consumer whose loops end often: the command then checks for signals and a closed output."""
-
-    _asks_for_the_end = False
-
-    def has_all_partitions(self) -> bool:
-        """Returns True if this consumer has all partitions of its plan, and the owners of the others run."""
-        return self._background.run(self._core.end.has_all_partitions())
 
 
 class Printer:
@@ -172,14 +208,20 @@ class Printer:
         commits: bool,
         count: int | None,
         ends: Ends | None,
+        matches: Matches | None = None,
     ) -> None:
-        """Prepares the output. `ends`: stop after all partitions of ours are read up to these offsets; None: never."""
+        """Prepares the output. `ends`: stop after all partitions of ours are read up to these offsets; None: never.
+
+        Without commits, nothing at or behind these offsets is printed, and nothing of other partitions.
+        """
         self._consumer = consumer
         self._render = render
         self._signals = signals
         self._commits = commits
         self._left = count
         self._ends = ends
+        self._unread = set(ends or ())
+        self._matches = matches
         self._stdout: IO[bytes] = sys.stdout.buffer
         self._at_once = sys.stdout.isatty()
         self._buffer: list[bytes] = []
@@ -204,11 +246,12 @@ class Printer:
         self._looked_s = time.monotonic()
         for message in self._consumer:
             self._last = message
-            self._add(self._render(message))
-            if self._left is not None:
-                self._left -= 1
-                if self._left == 0:
-                    return True
+            if self._is_in_range(message) and (self._matches is None or self._matches(message)):
+                self._add(self._render(message))
+                if self._left is not None:
+                    self._left -= 1
+                    if self._left == 0:
+                        return True
             if self._ends is not None and self._passes_end(message):
                 return True
             if self._signals.asked:
@@ -235,13 +278,20 @@ class Printer:
         if self._output is not None and self._output.poll(0):
             raise BrokenPipeError
 
+    def _is_in_range(self, message: Message[Any]) -> bool:
+        if self._ends is None or self._commits:  # what a member of a group skips would be lost to the group
+            return True
+        return message.offset < self._ends.get(TopicPartition(message.topic, message.partition), 0)
+
     def _passes_end(self, message: Message[Any]) -> bool:
         """Records our position. Returns True if this was the last partition with messages to read."""
         assert self._ends is not None
         tp = TopicPartition(message.topic, message.partition)
-        if message.offset + 1 >= self._ends.get(tp, 0):
-            self._ends.pop(tp, None)
-        return not self._ends
+        if message.offset + 1 >= self._ends.get(tp, 0) and tp in self._unread:
+            self._unread.remove(tp)
+            if not self._commits:
+                self._consumer.pause(tp)
+        return not self._unread
 
     def _is_at_end(self) -> bool:
         """Returns True if all of our partitions have been read; called when no message comes."""
@@ -255,8 +305,8 @@ class Printer:
         partitions = self._consumer.health().partitions
         for tp, partition in partitions.items():
             if partition.done_offset >= self._ends.get(tp, 0):
-                self._ends.pop(tp, None)
-        return not any(tp in self._ends for tp in partitions)
+                self._unread.discard(tp)
+        return self._unread.isdisjoint(partitions)
 
     def _commit(self, *, last: Message[bytes] | None = None) -> None:
         """Commits the messages that are done, and `last`, the last one that was written."""

@@ -174,8 +174,25 @@ def resend(group: str, to: str | None, yes: bool, output: str, **options: Any) -
             return
         where = ", ".join(f"{topic} ({number:,})" for topic, number in topics.most_common())
         confirm([f"Dead letters of {group} to send again: {where}."], yes=yes)
+        done = 0
         with progress_bar("Sending", topics.total()) as advance:
-            sent = queue.resend(LetterFilter(ids=found.keys()), to=to, progress=advance)
+
+            def progress(number: int) -> None:
+                nonlocal done
+                done += number
+                advance(number)
+
+            try:
+                sent = queue.resend(LetterFilter(ids=found.keys()), to=to, progress=progress)
+            except TopicNotFound as error:
+                error.hint = f"Create the topic {error.topic}, or send its letters to another one with --to TOPIC."
+                raise
+            except KeyboardInterrupt:
+                say(
+                    f"Stopped: {done:,} of {count(topics.total(), 'dead letter')} of {group} are resent. "
+                    "Repeat the command for the others."
+                )
+                raise
     _report("resent", sent, group, output)
 
 
@@ -222,7 +239,11 @@ def purge(group: str, yes: bool, output: str, **options: Any) -> None:
             _report("purged", 0, group, output)
             return
         confirm([f"Dead letters of {group} to purge: {len(found):,}."], yes=yes)
-        purged = queue.purge(LetterFilter(ids=found))
+        try:
+            purged = queue.purge(LetterFilter(ids=found))
+        except KeyboardInterrupt:
+            say(f"Stopped: all of these dead letters are purged, or none. `metamq dlq list {group}` shows it.")
+            raise
     _report("purged", purged, group, output)
 
 

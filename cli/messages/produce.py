@@ -18,12 +18,16 @@ import click
 
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
+from metamq.cli.messages.json_records import parse_record
+from metamq.cli.show.message_format import unescaped
 from metamq.cli.show.output import count, output_option, print_json, say
 from metamq.cli.show.progress import progress_bar
-from metamq.cli.show.units import TOPIC, Parsed
+from metamq.cli.show.units import PARTITION, TOPIC, Parsed
+from metamq.client.model import Receipt, ReceiptRange
 from metamq.client.settings import load
 from metamq.errors import MessageTooLarge, MetamqError, Timeout
 from metamq.wire.limits import MESSAGE_BYTES_MAX
+from metamq.zk.names import parse_partition
 
 if TYPE_CHECKING:
     from metamq import Producer
@@ -31,10 +35,13 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 CHUNK_BYTES = 256 * 1024
+RECORD_BYTES_MAX = 8 * MESSAGE_BYTES_MAX
+"""A message as JSON is up to six times as large as its bytes: a control character is \\u0000."""
 QUIET_S = 2.0
 STORING = b"Storing the messages that were read. Ctrl-C again gives up.\n"
 
 Lines = Iterator[list[bytes]]
+BYTES = Parsed("text", unescaped)
 
 
 def parse_header(text: str) -> tuple[str, bytes]:
@@ -50,7 +57,26 @@ def parse_header(text: str) -> tuple[str, bytes]:
 @click.argument("values", nargs=-1, metavar="[VALUE]...")
 @click.option("-f", "--file", type=click.File("rb"), help="Read lines from this file instead of standard input.")
 @click.option("-k", "--key", help="The key of every message.")
-@click.option("-K", "--key-separator", metavar="TEXT", help="The text between key and value in a line.")
+@click.option(
+    "-K", "--key-separator", type=BYTES, metavar="TEXT", help="The text between key and value in a line: ':', '\\t'."
+)
+@click.option(
+    "-D",
+    "--delimiter",
+    type=BYTES,
+    metavar="TEXT",
+    default="\\n",
+    show_default=True,
+    help="The text between two messages: '\\0', '\\r\\n', '\\x1e'.",
+)
+@click.option(
+    "-j",
+    "--json",
+    "records",
+    is_flag=True,
+    help="Each line is a JSON object, as `metamq consume -o json` prints it: "
+    "value, key, headers, partition, timestamp_us.",
+)
 @click.option(
     "-H",
     "--header",
@@ -60,15 +86,24 @@ def parse_header(text: str) -> tuple[str, bytes]:
     metavar="NAME=VALUE",
     help="A header of every message; repeatable.",
 )
-@click.option("-p", "--partition", metavar="PARTITION", help="Send all messages to this partition, such as 0-3.")
+@click.option(
+    "-p", "--partition", type=PARTITION, metavar="PARTITION", help="Send all messages to this partition, such as 0-3."
+)
 @click.option("-z", "--compression", type=click.Choice(["lz4", "zstd"]), help="Compress batches.")
-@output_option("text", "json", text="Print the summary as text on standard error, or as JSON on standard output.")
+@output_option(
+    "text",
+    "json",
+    text="Print the summary as text on standard error, or as JSON on standard output. JSON has the "
+    "partitions and offsets of the stored messages.",
+)
 def produce(
     topic: str,
     values: tuple[str, ...],
     file: IO[bytes] | None,
     key: str | None,
-    key_separator: str | None,
+    key_separator: bytes | None,
+    delimiter: bytes,
+    records: bool,
     headers: tuple[tuple[str, bytes], ...],
     partition: str | None,
     compression: str | None,
@@ -77,8 +112,10 @@ def produce(
     """Send each line of standard input to TOPIC, or each VALUE.
 
     Lines may have any bytes. The newline is not part of the message; the last line needs none. With -K, a line without
-    the separator becomes a message without a key. Ctrl-C stores the messages that were read, and ends with status 130.
-    A second Ctrl-C does not wait, and prints the number of messages that may not be stored.
+    the separator becomes a message without a key. With --json, a missing key is null, and key_base64 and value_base64
+    have bytes that are no text. --partition replaces the partitions of the records; topic and offset are ignored.
+    Ctrl-C stores the messages that were read, and ends with status 130. A second Ctrl-C does not wait, and prints the
+    number of messages that may not be stored.
 
     \b
     echo hello | metamq produce flights
@@ -86,23 +123,32 @@ def produce(
     metamq produce flights --file flights.jsonl -z zstd
     tail -f access.log | metamq produce clicks
     printf 'UA:one\\nAA:two\\n' | metamq produce flights -K :
-    """
+    find . -print0 | metamq produce files -D '\\0'
+    metamq consume flights -e -o json | metamq produce copy --json
+    metamq produce flights hello -o json | jq '.stored[0].offset'
+    """  # fmt: skip
     if key is not None and key_separator is not None:
         raise click.UsageError(
             "--key gives every message a key, --key-separator finds one in each line: give one of them"
         )
     if values and file is not None:
         raise click.UsageError("give VALUEs or --file, not both")
+    if not delimiter or key_separator == b"":
+        raise click.UsageError("an empty text separates nothing: give --delimiter and --key-separator a character")
+    if records and (key is not None or key_separator is not None or headers):
+        raise click.UsageError("--json has the key and the headers in each record: omit --key, -K and --header")
     # The error that ends the command says the same.
     logging.getLogger("metamq.client").setLevel(max(logging.ERROR, logging.getLogger("metamq").level))
     from metamq import Producer
     from metamq.client.producer.producer_core import ProducerOptions
 
-    load(ProducerOptions, "producer", file=current().config, arguments={"compression": compression})
+    load(ProducerOptions, "producer", file=current().config_file, arguments={"compression": compression})
     interrupt = Interrupt()
     producer: Producer[bytes] = Producer(**current().client(), compression=compression)
     with producer, interrupt:
-        sender = InputSender(producer, topic, _bytes(key), _bytes(key_separator), dict(headers) or None, partition)
+        sender = InputSender(
+            producer, topic, _bytes(key), key_separator, dict(headers) or None, partition, delimiter, records
+        )
         try:
             if values:
                 sender.send([os.fsencode(value) for value in values])
@@ -164,15 +210,15 @@ class Interrupt:
             self.reading = False
 
 
-def split_lines(read: Callable[[], bytes]) -> Lines:
+def split_lines(read: Callable[[], bytes], delimiter: bytes, bytes_max: int) -> Lines:
     """Yields the lines of each read together. Raises MessageTooLarge for a line without an end."""
     rest, number = b"", 1
     while chunk := read():
-        lines = (rest + chunk).split(b"\n")
+        lines = (rest + chunk).split(delimiter)
         rest = lines.pop()
         number += len(lines)
-        if len(rest) > MESSAGE_BYTES_MAX:
-            raise MessageTooLarge(f"line {number:,}", len(rest), MESSAGE_BYTES_MAX, hint="The input must have lines.")
+        if len(rest) > bytes_max:
+            raise MessageTooLarge(f"line {number:,}", len(rest), bytes_max, hint="The input must have lines.")
         if lines:
             yield lines
     if rest:
@@ -205,9 +251,14 @@ class InputSender:
     """The bytes between key and value in a line."""
     headers: dict[str, bytes] | None
     partition: str | None
+    delimiter: bytes = b"\n"
+    records: bool = False
+    """True: a line is a JSON record."""
 
     def __post_init__(self) -> None:
         self._pending: deque[tuple[Delivery | ManyDelivery, int]] = deque()
+        self._places: dict[str, list[list[int]]] = {}
+        """Partition -> runs of stored messages: the first offset, and their number."""
         self._began = time.monotonic()
         self._took_s = 0.0
         self._lines = self._offered = self._stored = 0
@@ -222,13 +273,16 @@ class InputSender:
                 advance(len(chunk))
                 return chunk
 
-            for lines in split_lines(read):
+            for lines in split_lines(read, self.delimiter, RECORD_BYTES_MAX if self.records else MESSAGE_BYTES_MAX):
                 self.send(lines)
 
     def send(self, lines: list[bytes]) -> None:
         """Sends messages. Raises MessageTooLarge with the line's number; the error of an earlier message."""
         keys: list[bytes | None] | None = None
         values = lines
+        if self.records:
+            self._send_records(lines)
+            return
         self._offered += len(lines)  # counted before a Ctrl-C can end the send
         if self.separator is not None:
             keys, values = split_keys(lines, self.separator)
@@ -253,6 +307,21 @@ class InputSender:
                 raise MessageTooLarge(f"message {self._lines + number + 1:,}", error.size, error.limit) from None
             self._pending.append((delivery, 1))
 
+    def _send_records(self, lines: list[bytes]) -> None:
+        for line in lines:
+            self._lines += 1
+            if line.isspace() or not line:
+                continue
+            value, key, headers, partition, time = parse_record(self._lines, line)
+            partition = self.partition or partition
+            try:
+                delivery = self.producer.send(self.topic, value, key, headers, partition=partition, timestamp=time)
+            except MessageTooLarge as error:
+                raise MessageTooLarge(f"line {self._lines:,}", error.size, error.limit) from None
+            self._offered += 1
+            self._pending.append((delivery, 1))
+        self._settle()
+
     def _settle(self, *, wait: bool = False) -> None:
         while self._pending and (wait or self._pending[0][0].done()):
             delivery, number = self._pending.popleft()
@@ -260,6 +329,17 @@ class InputSender:
             if error is not None:
                 raise error
             self._stored += number
+            self._note(delivery.result())
+
+    def _note(self, stored: Receipt | list[ReceiptRange]) -> None:
+        """Notes the partitions and offsets of stored messages."""
+        for one in stored if isinstance(stored, list) else [stored]:
+            number = one.count if isinstance(one, ReceiptRange) else 1
+            runs = self._places.setdefault(one.partition, [])
+            if runs and sum(runs[-1]) == one.offset:
+                runs[-1][1] += number
+            else:
+                runs.append([one.offset, number])
 
     def stored(self) -> int:
         """Waits for the results of all accepted messages; returns the number of stored ones."""
@@ -301,7 +381,13 @@ class InputSender:
         """Prints the summary."""
         rate = self._stored / self._took_s if self._took_s else 0.0
         if output == "json":
-            print_json({"topic": self.topic, "messages": self._stored, "seconds": round(self._took_s, 6)})
+            stored = [
+                {"partition": partition, "offset": offset, "messages": number}
+                for partition, runs in sorted(self._places.items(), key=lambda item: parse_partition(item[0]))
+                for offset, number in runs
+            ]
+            seconds = round(self._took_s, 6)
+            print_json({"topic": self.topic, "messages": self._stored, "seconds": seconds, "stored": stored})
             return
         say(f"{count(self._stored, 'message')} to {self.topic} in {self._took_s:.2f} s, {rate:,.0f}/s")
 

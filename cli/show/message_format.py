@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from metamq.client.model import Message
 
 Render = Callable[[Message[bytes]], bytes]
 
-_TOKEN = re.compile(r"%(.)|\\(x[0-9a-fA-F]{2}|.)|([^%\\]+)|(.)", re.DOTALL)
+_TOKEN = re.compile(r"%(.(?:\{\w+\})?)|\\(x[0-9a-fA-F]{2}|.)|([^%\\]+)|(.)", re.DOTALL)
 _ESCAPES = {"n": b"\n", "t": b"\t", "r": b"\r", "0": b"\0", "\\": b"\\"}
 
 
@@ -34,6 +35,12 @@ _LETTERS: dict[str, Render] = {
     "T": lambda message: message.time.isoformat().encode(),
     "h": _headers,
     "%": lambda message: b"%",
+    "T{us}": lambda message: b"%d" % message.timestamp,
+    "T{local}": lambda message: message.time.astimezone().isoformat().encode(),
+    "k{hex}": lambda message: (message.key or b"").hex().encode(),
+    "k{base64}": lambda message: base64.b64encode(message.key or b""),
+    "v{hex}": lambda message: message.value.hex().encode(),
+    "v{base64}": lambda message: base64.b64encode(message.value),
 }
 
 
@@ -45,8 +52,9 @@ _ON_TERMINALS = {**_LETTERS, **{letter: _with_escapes(_LETTERS[letter]) for lett
 """The letters with escapes for a producer's bytes: only the format itself may control the terminal."""
 
 LETTERS = (
-    "%t topic, %p partition, %o offset, %k key, %v value, %T time, %h headers, %K and %S the lengths of key and value "
-    "(-1: no key), %% a percent sign; \\n, \\t, \\r, \\0, \\\\ and \\xHH as in C"
+    "%t topic, %p partition, %o offset, %k key, %v value, %h headers, %K and %S the lengths of key and value (-1: no "
+    "key), %T time in UTC, %T{local} local time, %T{us} microseconds since 1970, %k{hex}, %k{base64}, %v{hex} and "
+    "%v{base64} encoded bytes, %% a percent sign; \\n, \\t, \\r, \\0, \\\\ and \\xHH as in C"
 )
 
 
@@ -71,6 +79,15 @@ def _constant(text: bytes) -> Render:
 
 def _unescape(escape: str) -> bytes:
     return _ESCAPES[escape] if escape in _ESCAPES else bytes([int(escape[1:], 16)])
+
+
+def unescaped(text: str) -> bytes:
+    """Returns the bytes of a text with escapes as in C, such as a tab for "\\t". Raises ValueError."""
+    pieces = re.split(r"\\(x[0-9a-fA-F]{2}|.|$)", text, flags=re.DOTALL)
+    for escape in pieces[1::2]:
+        if escape not in _ESCAPES and len(escape) != len("xHH"):
+            raise ValueError(f"\\{escape} is unknown: write \\n, \\t, \\r, \\0, \\\\ or \\xHH")
+    return b"".join(_unescape(piece) if at % 2 else os.fsencode(piece) for at, piece in enumerate(pieces))
 
 
 def as_json(message: Message[bytes]) -> bytes:

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from metamq.client.model import time_of, timestamp_us
 from metamq.errors import ConfigError
 from metamq.zk.cluster.topics import Flush, FlushEvery
-from metamq.zk.names import check_group, check_node, check_topic
+from metamq.zk.names import check_group, check_node, check_topic, parse_partition
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     _ParamType = click.ParamType[Any]
 else:  # not generic at run time in every click
     _ParamType = click.ParamType
@@ -72,12 +75,17 @@ def parse_flush(text: str) -> Flush:
 
 
 def parse_time(text: str) -> datetime:
-    """Returns the aware datetime of "2026-11-01T00:00", local unless it names a zone, or "-1h". Raises ValueError."""
+    """Returns the aware datetime of "2026-11-01T00:00", "-1h" or microseconds since 1970. Raises ValueError.
+
+    A time without a zone is local. `consume -o json` prints microseconds.
+    """
     if text.startswith("-"):
         return datetime.fromtimestamp(datetime.now().timestamp() - parse_ms(text[1:]) / 1000).astimezone()
     try:
+        if re.fullmatch(r"\d{15,}", text):
+            return time_of(timestamp_us(int(text)) or 0)
         return datetime.fromisoformat(text).astimezone()
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(
             f"{text!r} is not a time: write it like 2026-11-01, 2026-11-01T13:30, 2026-11-01T13:30Z or -1h"
         ) from None
@@ -96,6 +104,24 @@ def parse_place(text: str) -> Literal["earliest", "latest"] | datetime | int:
     raise ValueError(f"{text!r} is not a place in a log: write earliest, latest, an offset or @2026-11-01T00:00")
 
 
+def is_pattern(text: str) -> bool:
+    """Returns True if the text has a wildcard: a topic's name has none."""
+    return any(wildcard in text for wildcard in "*?[")
+
+
+def parse_broker(text: str) -> int:
+    """Returns a broker id. Raises ValueError."""
+    if not re.fullmatch(r"\d{1,5}", text):
+        raise ValueError(f"{text!r} is not a broker id: write a whole number, such as 0")
+    return int(text)
+
+
+def parse_partition_name(text: str) -> str:
+    """Returns the name of a partition, as "0-3". Raises ConfigError."""
+    parse_partition(text)
+    return text
+
+
 _AS_WRITTEN = "metamq.as_written"
 
 
@@ -106,7 +132,10 @@ def as_written(parameter: click.Parameter) -> str | None:
 
 
 class Parsed(_ParamType):
-    """A parameter type with a parser; ValueError and ConfigError of the parser are usage errors."""
+    """A parameter type with a parser; ValueError and ConfigError of the parser are usage errors.
+
+    A shell completes the values of a type that metamq.cli.completion knows by its name.
+    """
 
     def __init__(self, name: str, parse: Any) -> None:
         self.name = name
@@ -121,6 +150,12 @@ class Parsed(_ParamType):
             return self._parse(value)
         except (ConfigError, ValueError) as error:
             self.fail(str(error), param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Returns the names that begin with `incomplete`."""
+        from metamq.cli.completion import complete
+
+        return complete(self.name, ctx, incomplete)
 
 
 def _or_unlimited(parse: Any) -> Any:
@@ -137,6 +172,10 @@ SIZE_OR_UNLIMITED = Parsed("size", _or_unlimited(parse_bytes))
 FLUSH = Parsed("policy", parse_flush)
 PLACE = Parsed("place", parse_place)
 TOPIC = Parsed("topic", check_topic)
+TOPIC_PATTERN = Parsed("topic", lambda text: text if is_pattern(text) else check_topic(text))
+NEW_TOPIC = Parsed("new topic", check_topic)
+PARTITION = Parsed("partition", parse_partition_name)
+BROKER = Parsed("broker", parse_broker)
 GROUP = Parsed("group", check_group)
 EXISTING_TOPIC = Parsed("topic", partial(check_node, "topic"))
 EXISTING_GROUP = Parsed("group", partial(check_node, "group"))

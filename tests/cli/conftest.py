@@ -60,6 +60,12 @@ def unset(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith("METAMQ_") or name in kept}
 
 
+@pytest.fixture(autouse=True)
+def _no_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contexts of the person who runs the tests choose no cluster in them."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metamq]:
     """The command line in this process, without a cluster: offline("topic", "list", stdin=b"")."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -98,7 +97,12 @@ def test_every_broker_setting_is_a_flag() -> None:
         (["consume", "x", "--from", "yesterday"], "is not a place in a log"),
         (["consume", "x", "--format", "%q"], "%q is unknown in a format"),
         (["consume", "x", "--group", "g", "--from", "7"], "a group begins at its committed offsets"),
-        (["group", "reset", "g", "x"], "give either --to or --partition"),
+        (["consume", "x", "--group", "g", "--until", "7"], "a group begins at its committed offsets"),
+        (["consume", "x", "--partition", "3"], "is not a broker id, a '-' and an index"),
+        (["consume", "x", "--where", "id = 7"], "is not a condition: write it like"),
+        (["produce", "x", "-D", ""], "an empty text separates nothing"),
+        (["produce", "x", "--json", "-k", "a"], "--json has the key and the headers in each record"),
+        (["group", "reset", "g", "x"], "give either --to, --shift-by or --partition"),
         (["up", "--ephemeral", "--data", "x"], "give one of them"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -300,15 +304,3 @@ def test_a_full_disk_below_the_output_is_one_line(
     _out, err = running.communicate(timeout=60)
     assert running.returncode == 1
     assert err.decode().splitlines() == ["metamq: standard output: No space left on device"]
-
-
-def test_shells_can_complete() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "metamq.cli"],
-        env={**os.environ, "_METAMQ_COMPLETE": "zsh_source"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert "_METAMQ_COMPLETE=zsh_complete" in done.stdout

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +69,31 @@ def test_letters_are_sent_again_and_purged(metamq: Metamq, group: str, topic: st
         nothing = metamq("dlq", command, group, "--yes")
         assert (nothing.status, nothing.talk) == (0, f"No dead letter of {group} is selected.\n")
     assert metamq("consume", topic, "-e", "--format", "%v\\n").text == "v1\n"
+
+
+def test_a_topic_that_is_gone_can_be_replaced(metamq: Metamq, group: str, topic: str) -> None:
+    metamq("topic", "delete", topic, "--yes")
+    ended = metamq("dlq", "resend", group, "--yes")
+    assert ended.status == 1
+    assert f"Create the topic {topic}, or send its letters to another one with --to TOPIC." in ended.talk
+    metamq("topic", "create", f"{topic}-2", "-p", 1)
+    assert metamq("dlq", "resend", group, "--to", f"{topic}-2", "--yes").status == 0
+    assert sorted(metamq("consume", f"{topic}-2", "-e").text.split()) == ["v0", "v1"]
+
+
+def test_ctrl_c_says_what_is_resent(metamq: Metamq, group: str, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def interrupting(*_arguments: object) -> Iterator[Callable[[int], None]]:
+        yield lambda _number: os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("metamq.tx.app.aio_dead_letters.CHUNK_LETTERS", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("metamq.cli.messages.dlq.progress_bar", interrupting)
+        ended = metamq("dlq", "resend", group, "--yes")
+    assert ended.status == 130
+    assert re.search(f"Stopped: [12] of 2 dead letters of {group} are resent. Repeat the command for", ended.talk)
+    assert metamq("dlq", "resend", group, "--yes").status == 0
+    assert sorted(metamq("consume", topic, "-e").text.split()) == ["v0", "v1"]
 
 
 def test_a_group_without_letters(metamq: Metamq) -> None:

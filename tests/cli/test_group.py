@@ -110,6 +110,26 @@ def test_reset_prints_the_plan_and_wants_yes(metamq: Metamq, topic: str) -> None
     assert "has the offsets 0 to 3, not 9" in outside.talk
 
 
+def test_reset_to_the_last_messages_and_by_a_shift(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, *map(str, range(10)))
+    metamq("consume", topic, "-g", topic, "-e")
+
+    def reset(*options: object) -> tuple[int, int]:
+        (found,) = metamq("group", "reset", topic, topic, *options, "-o", "json").json
+        return found["before"], found["after"]
+
+    assert reset("--to", "-3", "--dry-run") == (10, 7)
+    assert reset("--to", "-3", "--yes") == (10, 7)
+    assert reset("--to", "-99", "--dry-run") == (7, 0)
+    assert reset("--shift-by", "-2", "--yes") == (7, 5)
+    assert reset("--shift-by", 3, "--dry-run") == (5, 8)
+    assert reset("--shift-by", 99, "--dry-run") == (5, 10)
+    assert metamq("consume", topic, "-g", topic, "-e").text.split() == ["5", "6", "7", "8", "9"]
+    metamq("topic", "create", f"{topic}-other", "-p", 1)
+    ended = metamq("group", "reset", topic, f"{topic}-other", "--shift-by", 1, "--dry-run")
+    assert (ended.status, "has no committed offsets in topic" in ended.talk) == (1, True)
+
+
 def test_evict_prints_the_plan_and_wants_yes(metamq: Metamq, running: Cluster, topic: str, until: Until) -> None:
     with running.consumer(group=topic, topics=[topic], consumer_id="stuck"):
         until(lambda: metamq("group", "describe", topic, "-o", "json").json[0]["partitions"][0]["owner"] == "stuck")

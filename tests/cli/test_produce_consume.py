@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import random
 import signal
@@ -13,7 +15,8 @@ from typing import Any
 import pytest
 
 from metamq import TopicPartition
-from metamq.cli.messages.consume import PollingConsumer, Printer
+from metamq.cli.messages.consume import Printer
+from metamq.cli.messages.ranges import PollingConsumer
 from metamq.cli.processes import StopSignals
 from metamq.cli.show.message_format import as_raw
 from metamq.testing import Cluster
@@ -66,7 +69,9 @@ def test_a_summary_for_programs(metamq: Metamq, topic: str) -> None:
     sent = metamq("produce", topic, "a", "b", "-o", "json")
     assert sent.talk == ""
     assert sent.json.pop("seconds") >= 0
-    assert {name: sent.json[name] for name in ("topic", "messages")} == {"topic": topic, "messages": 2}
+    stored = [{"partition": "0-0", "offset": 0, "messages": 2}]
+    assert sent.json.items() >= {"topic": topic, "messages": 2}.items()
+    assert sent.json["stored"] == stored
 
 
 def test_what_cannot_be_sent_is_named(metamq: Metamq, topic: str) -> None:
@@ -114,6 +119,139 @@ def test_several_topics_and_a_count(metamq: Metamq, topic: str) -> None:
     ended = metamq("consume", f"{topic}-3")
     assert (ended.status, ended.data) == (1, b"")
     assert "does not exist" in ended.talk
+
+
+def test_topics_by_a_pattern(metamq: Metamq, topic: str) -> None:
+    for name in (f"{topic}-a", f"{topic}-b"):
+        metamq("topic", "create", name, "-p", 1)
+        metamq("produce", name, name)
+    assert sorted(metamq("consume", f"{topic}-*", "-e").text.split()) == [f"{topic}-a", f"{topic}-b"]
+    ended = metamq("consume", f"{topic}-x*", "-e")
+    assert (ended.status, f"no topic matches '{topic}-x*'" in ended.talk) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("start", "until", "read"),
+    [
+        ("earliest", "3", [0, 1, 2]),
+        ("1", "3", [1, 2]),
+        ("-3", "-1", [2, 3]),
+        ("earliest", "latest", [0, 1, 2, 3, 4]),
+        ("earliest", "-99", []),
+        ("3", "@2001-09-09T01:46:41.5Z", []),
+        ("earliest", "@2001-09-09T01:46:42Z", [0, 1]),
+        ("@1000000001000000", "@2001-09-09T01:46:43Z", [1, 2]),
+        ("@2001-09-09T01:46:43Z", "@2100-01-01", [3, 4]),
+    ],
+)
+def test_a_range_ends_exactly_there(metamq: Metamq, topic: str, start: str, until: str, read: list[int]) -> None:
+    lines = [f'{{"value": "{number}", "timestamp_us": {1_000_000_000 + number}000000}}\n' for number in range(5)]
+    assert metamq("produce", topic, "--json", stdin="".join(lines).encode()).status == 0
+    found = metamq("consume", topic, "--from", start, "--until", until)
+    assert (found.status, found.text.split()) == (0, [str(number) for number in read])
+
+
+def test_a_range_of_some_partitions(metamq: Metamq, topic: str) -> None:
+    metamq("topic", "alter", topic, "-p", 3)
+    for partition in ("0-0", "0-1", "0-2"):
+        metamq("produce", topic, "-p", partition, *(f"{partition}:{number}" for number in range(4)))
+    read = metamq("consume", topic, "-p", "0-0", "--partition", "0-2", "--from", 1, "--until", 3).text.split()
+    assert sorted(read) == ["0-0:1", "0-0:2", "0-2:1", "0-2:2"]
+    assert metamq("consume", topic, "-p", "0-1", "-n", 2).text.split() == ["0-1:0", "0-1:1"]
+    ended = metamq("consume", topic, "-p", "0-7", "-e")
+    assert ended.status == 1
+    assert f"topic {topic!r} has no partition '0-7'" in ended.talk
+
+
+def test_an_end_beyond_the_present_one_is_not_waited_for_with_exit(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, *map(str, range(3)))
+    assert metamq("consume", topic, "-e", "--until", 9, "--from", 1).text.split() == ["1", "2"]
+    assert metamq("consume", topic, "-e", "--until", 2).text.split() == ["0", "1"]
+
+
+def test_an_end_that_does_not_exist_yet_is_waited_for(process: Start, metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, "a")
+    child = process("consume", topic, "--until", 3)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"a\n"
+    metamq("produce", topic, "b", "c", "d")
+    rest, _talk = child.communicate(timeout=90)
+    assert (child.returncode, rest) == (0, b"b\nc\n")
+
+
+def test_a_printed_time_is_a_place(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, "a")
+    metamq("produce", topic, "b")
+    for form in ("%T", "%T{local}", "%T{us}"):
+        times = metamq("consume", topic, "-e", "--format", f"{form}\\n").text.split()
+        assert metamq("consume", topic, "-e", "--from", f"@{times[1]}").text == "b\n"
+        assert metamq("consume", topic, "--until", f"@{times[1]}").text == "a\n"
+
+
+def test_only_what_matches_is_printed_and_counted(metamq: Metamq, topic: str) -> None:
+    lines = [{"key": f"k{n % 2}", "value": f'{{"n": {n}}}', "headers": {"h": str(n % 3)}} for n in range(12)]
+    metamq("produce", topic, "--json", stdin="\n".join(map(json.dumps, lines)).encode())
+
+    def read(*options: object) -> list[int]:
+        return [json.loads(line)["n"] for line in metamq("consume", topic, "-e", *options).text.splitlines()]
+
+    assert read("--key", "*1") == [1, 3, 5, 7, 9, 11]
+    assert read("--header", "h=2") == [2, 5, 8, 11]
+    assert read("--where", ".n >= 3", "--where", ".n < 6") == [3, 4, 5]
+    assert read("--key", "k0", "--header", "h=0", "-n", 1) == [0]
+    assert read("--where", ".n ~ x") == []
+
+
+def test_a_replay_has_the_same_bytes(metamq: Metamq, topic: str) -> None:
+    copy = f"{topic}-copy"
+    for name in (copy, topic):
+        metamq("topic", "alter" if name == topic else "create", name, "-p", 3)
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    lines = []
+    for number in range(300):
+        headers = {f"h{chance.randrange(5)}": base64.b64encode(chance.randbytes(4)).decode() for _ in range(3)}
+        lines.append({
+            "key_base64": chance.choice([None, "", base64.b64encode(chance.randbytes(5)).decode()]),
+            "value_base64": base64.b64encode(chance.randbytes(chance.randrange(20))).decode(),
+            "headers_base64": headers, "timestamp_us": chance.randrange(1 << 50), "partition": f"0-{number % 3}",
+        })  # fmt: skip
+    assert metamq("produce", topic, "-j", stdin="\n".join(map(json.dumps, lines)).encode()).status == 0
+    printed = metamq("consume", topic, "-e", "-o", "json").data
+    assert printed.count(b"\n") == 300
+    replayed = metamq("produce", copy, "--json", stdin=printed)
+    assert (replayed.status, replayed.talk.startswith("300 messages to ")) == (0, True)
+    again = metamq("consume", copy, "-e", "-o", "json").data.replace(copy.encode(), topic.encode())
+    assert sorted(again.splitlines()) == sorted(printed.splitlines())
+
+
+def test_a_record_that_is_wrong_is_named(metamq: Metamq, topic: str) -> None:
+    ended = metamq("produce", topic, "--json", stdin=b'{"value": "a"}\n\n{"valeu": "b"}\n')
+    assert ended.status == 1
+    assert "1 message of the input stored, then:\nmetamq: line 3: unknown field 'valeu'\n  Did you" in ended.talk
+    assert metamq("consume", topic, "-e").text == "a\n"
+    ended = metamq("produce", topic, "--json", stdin=b'{"value": "a", "partition": "0-9"}\n')
+    assert f"topic {topic!r} has no partition '0-9'" in ended.talk
+    assert metamq("produce", topic, "--json", "-p", "0-0", stdin=b'{"value": "a", "partition": "0-9"}').status == 0
+
+
+def test_delimiters(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, "-D", r"\0", "-K", r"\t", stdin=b"k\ta\nb\0c\0")
+    assert metamq("consume", topic, "-e", "--format", r"[%k] %v{hex}\n").text == "[k] 610a62\n[] 63\n"
+
+
+def test_what_was_stored_is_printed_on_demand(metamq: Metamq, topic: str) -> None:
+    metamq("topic", "alter", topic, "-p", 2)
+    for partition, number in (("0-1", 2), ("0-0", 1), ("0-1", 3)):
+        sent = metamq("produce", topic, "-p", partition, *map(str, range(number)), "-o", "json").json
+    assert sent["stored"] == [{"partition": "0-1", "offset": 2, "messages": 3}]
+    lines = b"".join(b'{"value": "", "partition": "0-%d"}\n' % (number % 2) for number in range(6))
+    sent = metamq("produce", topic, "--json", "-o", "json", stdin=lines).json
+    assert sent["stored"] == [
+        {"partition": "0-0", "offset": 1, "messages": 3},
+        {"partition": "0-1", "offset": 5, "messages": 3},
+    ]
 
 
 def test_a_topic_that_is_deleted_meanwhile_has_no_end_to_wait_for(

@@ -111,6 +111,8 @@ READS_FILES = {
     "cli/demo/spark.py",
     "cli/demo/worker.py",
     "cli/log_reader.py",
+    "cli/messages/filters.py",
+    "cli/messages/json_records.py",
     "client/offsets/offsets_file.py",
     "spark_consumers/data_source.py",
     "spark_consumers/driver/lag.py",
