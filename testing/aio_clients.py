@@ -6,21 +6,21 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from metamq import aio
+    import metamq
     from metamq.testing.clusters import Cluster
 
 IDLE_TIMEOUT_S = 0.2
 """The time after which the loop of a fixture's consumer asks if it has read all messages, and ends."""
 
 
-async def producer(metamq_cluster: Cluster) -> AsyncIterator[aio.Producer[Any]]:
+async def producer(metamq_cluster: Cluster) -> AsyncIterator[metamq.aio.Producer[Any]]:
     """A producer, open in the loop that runs this fixture."""
     async with metamq_cluster.aio_producer() as producer:
         yield producer
         metamq_cluster.repair()
 
 
-async def consumer(metamq_cluster: Cluster, metamq_topic: str) -> AsyncIterator[aio.Consumer[Any]]:
+async def consumer(metamq_cluster: Cluster, metamq_topic: str) -> AsyncIterator[metamq.aio.Consumer[Any]]:
     """A consumer of the test's topic, open in the loop that runs this fixture."""
     async with metamq_cluster.aio_consumer(topics=metamq_topic, idle_timeout_s=IDLE_TIMEOUT_S) as consumer:
         yield consumer

@@ -29,12 +29,14 @@ from metamq.zk.server.embedded import EmbeddedZooKeeper
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from metamq import Admin, Consumer, Producer, aio
+    import metamq
+    from metamq import Admin, Consumer, Producer
     from metamq.security.config import SecurityConfig
 
 Party: TypeAlias = "BrokerProcess | Literal['clients', 'zookeeper']"
 """One end of a link. "clients" are all processes that are not brokers of the cluster, this one included."""
-CLIENTS, ZOOKEEPER = "clients", "zookeeper"
+CLIENTS: Literal["clients"] = "clients"
+ZOOKEEPER: Literal["zookeeper"] = "zookeeper"
 LINE_HOST = "127.0.0.9"
 """An address of the loopback interface of Linux that is not its usual one: the ports there are free."""
 POLL_S = 0.02
@@ -158,19 +160,19 @@ class Cluster:
         settings.setdefault("security", self.security)
         return Consumer(self.zookeeper, **settings)
 
-    def aio_producer(self, **settings: Any) -> aio.Producer[Any]:
+    def aio_producer(self, **settings: Any) -> metamq.aio.Producer[Any]:
         """Returns an asyncio Producer for this cluster, to be opened by `async with`."""
-        from metamq import aio
+        import metamq
 
         settings.setdefault("security", self.security)
-        return aio.Producer(self.zookeeper, **settings)
+        return metamq.aio.Producer(self.zookeeper, **settings)
 
-    def aio_consumer(self, **settings: Any) -> aio.Consumer[Any]:
+    def aio_consumer(self, **settings: Any) -> metamq.aio.Consumer[Any]:
         """Returns an asyncio Consumer for this cluster, to be opened by `async with`."""
-        from metamq import aio
+        import metamq
 
         settings.setdefault("security", self.security)
-        return aio.Consumer(self.zookeeper, **settings)
+        return metamq.aio.Consumer(self.zookeeper, **settings)
 
     def admin(self) -> Admin:
         """Returns an Admin for this cluster. No cut separates it from ZooKeeper."""

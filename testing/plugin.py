@@ -25,7 +25,8 @@ import pytest
 from metamq.testing import aio_clients
 
 if TYPE_CHECKING:
-    from metamq import Consumer, Producer, aio
+    import metamq
+    from metamq import Consumer, Producer
     from metamq.testing.clusters import Cluster
 
 PAIR = {"slaves": 1, "network": True, "failover": "auto", "session_timeout_ms": 2000}
@@ -115,14 +116,14 @@ def _of_the_tests_plugin(request: pytest.FixtureRequest, kind: str) -> Any:
 
 
 @pytest.fixture
-def metamq_aio_producer(request: pytest.FixtureRequest) -> aio.Producer[Any]:
+def metamq_aio_producer(request: pytest.FixtureRequest) -> metamq.aio.Producer[Any]:
     """An asyncio Producer of `metamq_cluster`, open in the loop of the test."""
-    producer: aio.Producer[Any] = _of_the_tests_plugin(request, "producer")
+    producer: metamq.aio.Producer[Any] = _of_the_tests_plugin(request, "producer")
     return producer
 
 
 @pytest.fixture
-def metamq_aio_consumer(request: pytest.FixtureRequest) -> aio.Consumer[bytes]:
+def metamq_aio_consumer(request: pytest.FixtureRequest) -> metamq.aio.Consumer[bytes]:
     """An asyncio Consumer that reads `metamq_topic`. Its loop ends when it has read all messages."""
-    consumer: aio.Consumer[bytes] = _of_the_tests_plugin(request, "consumer")
+    consumer: metamq.aio.Consumer[bytes] = _of_the_tests_plugin(request, "consumer")
     return consumer
