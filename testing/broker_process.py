@@ -42,7 +42,7 @@ class BrokerProcess:
         """Its security settings. A change takes effect at the next start."""
         self.settings: dict[str, object] = {"disk_reserve_bytes": 64 * 1024 * 1024, "http_port": 0, **settings}
         self._process: subprocess.Popen[str] | None = None
-        self.frozen = False
+        self.frozen: bool = False
         """True between freeze() and thaw()."""
 
     @property
