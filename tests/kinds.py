@@ -19,6 +19,7 @@ STARTERS = {
     "getfixturevalue",  # takes a fixture that only the run of the test knows
     "metamq.spark_consumers.spark_session",
     "metamq.testing",
+    "metamq.testing.clusters",  # imported by the fixtures when they run
     "metamq.zk.server.embedded.EmbeddedZooKeeper",
     "metamq.zk.server.java",
     "multiprocessing",

@@ -23,7 +23,8 @@ from metamq.client.net.transport import BrokerConnection
 from metamq.client.settings import ClusterAccess
 from metamq.errors import ConnectError, DeliveryTimeout, MetamqError
 from metamq.security.tls import client_security
-from metamq.testing import INSECURE, BrokerProcess
+from metamq.testing import BrokerProcess
+from metamq.testing.broker_process import INSECURE
 from metamq.wire import status
 from metamq.wire.batch import walk
 from metamq.wire.columns import decode

@@ -22,8 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from metamq import testing
-from metamq.testing import BrokerProcess
+from metamq.testing import BrokerProcess, broker_process
 
 COMMAND = [*BrokerProcess.command, "--with-parent"]
 CLOCK_JUMPS_S = {signal.SIGUSR1: 3600, signal.SIGUSR2: -3600}
@@ -139,7 +138,7 @@ def install() -> None:
     """From now on brokers are forks, where the system can do it."""
     if hasattr(os, "pidfd_open"):
         BrokerProcess.popen = staticmethod(popen)
-        testing.freeze = freeze
+        broker_process.freeze = freeze
 
 
 def close() -> None:

@@ -21,7 +21,7 @@ from metamq import Consumer, Message, aio
 from metamq.client.net import outages
 from metamq.errors import ConnectError, Timeout, TopicNotFound
 from metamq.testing import Cluster, cluster
-from tests.network import Network, Way
+from metamq.testing.network import Network, Way
 from tests.parts import SLOW_S, wait_until
 
 MESSAGES = 400

@@ -21,13 +21,14 @@ from typing import Any
 from metamq.broker.roles.succession import NO_PROCESS
 from metamq.errors import MetamqError
 from metamq.security.config import SecurityConfig
-from metamq.testing import INSECURE, BrokerProcess, Cluster
+from metamq.testing import BrokerProcess, Cluster
+from metamq.testing.broker_process import INSECURE
+from metamq.testing.network import Network, Way
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests import zygote
 from tests.broker.ha.chaos_storage import NO_ROOM, SCRUB, TAKEN_BACK, WAITED, StorageFaults, temporary_disk
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group
 from tests.ensemble import ALL_THERE, Servers
-from tests.network import Network, Way
 from tests.parts import statistics, wait_until
 
 

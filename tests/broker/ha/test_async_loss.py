@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.roles.successor import taken_over_in
+from metamq.testing.network import Way
 from metamq.zk.cluster.brokers import BrokerState
 from metamq.zk.cluster.failover import Failover, Switch, with_loss, with_switch
 from tests.broker.ha.chaos import networked_group, party
 from tests.broker.ha.test_replication import metrics
-from tests.network import Way
 from tests.parts import wait_until
 
 LINK = Way(party(0), party(1))

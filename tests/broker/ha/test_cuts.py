@@ -11,11 +11,11 @@ import pytest
 
 from metamq.errors import Fenced, MetamqError
 from metamq.testing import BrokerProcess
+from metamq.testing.network import Way
 from metamq.zk.cluster.topics import TopicConfig
 from tests.broker.ha.chaos import ZOOKEEPER, NetworkedGroup, networked_group, party
 from tests.broker.ha.direct_puts import DirectPuts
 from tests.broker.ha.test_replication import SESSION_MS, a_sync_topic, send
-from tests.network import Way
 from tests.parts import SLOW_S, read_topic, statistics, wait_until
 
 pytestmark = pytest.mark.timeout(400)

@@ -14,11 +14,11 @@ import pytest
 
 from metamq.errors import Fenced, MetamqError
 from metamq.testing import BrokerProcess
+from metamq.testing.network import Way
 from tests.broker.ha.chaos import ZOOKEEPER, networked_group, party
 from tests.broker.ha.direct_puts import DirectPuts
 from tests.broker.ha.test_cuts import registered
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, group, raises_fenced, send
-from tests.network import Way
 from tests.parts import statistics, wait_until
 
 __all__ = ["group"]

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from metamq.errors import DeliveryTimeout, MetamqError
+from metamq.testing.network import Way
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests.broker.ha import seeded_faults
 from tests.broker.ha.chaos import NetworkedGroup, party
 from tests.broker.ha.history import Given, History, faults
 from tests.broker.ha.seeded_faults import FaultyBroker
 from tests.broker.ha.test_taken_back import Copy
-from tests.network import Way
 from tests.parts import wait_until
 
 TOPIC = "t"

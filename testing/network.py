@@ -1,13 +1,13 @@
-"""A network between parties of a test that can be cut: TCP lines that stall, one way or both, break, or are slow.
+"""A network between the parties of a test: TCP lines that stall, one way or both, break, or are slow.
 
 Theory of operation
 -------------------
-Each party that others connect to stands behind a line: an address of its own, where this process listens and passes
-on what comes. Who has connected is found out by the inode of the socket: so one address a party is enough, and
-a link between two of them is cut without their neighbours noticing.
+Each party that others connect to is behind a line: an address of its own, where this process listens and passes all
+bytes on. The inode of a connection's socket shows which process has connected. So one address per party suffices, and
+a cut between two parties does not affect the others.
 
-TCP loses no bytes in the middle of a stream. So what is cut stalls, ends of connections included, as it does where
-packets are dropped; afterwards it goes on where it was, or the connection is found to be broken.
+TCP loses no bytes in the middle of a stream. So a cut connection stalls, as it does if packets are dropped. After the
+cut it continues where it was, or one end finds that it is broken.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 
 CHUNK_BYTES = 1 << 16
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, ANY = 4, 20, 1, 0xFFFFFFFF
-"""Linux's interface for looking up sockets: sock_diag(7)."""
+"""The interface of Linux that looks up sockets: sock_diag(7)."""
 INODE_AT = 84
-"""In the answer."""
+"""The place of the inode in the answer."""
 
 
 class Way(NamedTuple):
-    """From whom bytes go to whom."""
+    """A direction: from the source to the target."""
 
     source: str
     target: str
@@ -43,22 +43,22 @@ class Way(NamedTuple):
 
 
 class Network:
-    """Lines, from a thread of its own. All methods are for other threads."""
+    """Lines, served by a thread of its own. All methods are for other threads."""
 
     def __init__(self, pids: Callable[[], Mapping[str, int]], elsewhere: str = "client") -> None:
-        """`pids` tells which process each party is at present; who connects from any other is `elsewhere`."""
+        """`pids` returns the process id of each party that runs. Every other process is the party `elsewhere`."""
         self._pids = pids
         self._elsewhere = elsewhere
         self._loop = asyncio.new_event_loop()
         self._lines: dict[tuple[str, int], tuple[str, str]] = {}
-        """By host and port, the party and the host where it listens itself."""
+        """By host and port: the party, and the host where the party listens itself."""
         self._listeners: dict[tuple[str, int], socket.socket] = {}
         self._cut: set[Way] = set()
         self._delays_s: dict[Way, float] = {}
         self._passable = asyncio.Event()
-        """Set whenever something is healed, to be looked at anew."""
+        """Set by each heal(). Those who wait then look at the cuts again."""
         self._open: dict[Way, set[asyncio.StreamWriter]] = defaultdict(set)
-        """Connections, by who made them: both their ends."""
+        """Both ends of each connection, by the direction in which it was made."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="network", daemon=True)
         self._thread.start()
@@ -66,17 +66,16 @@ class Network:
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
-    # -- what tests do ------------------------------------------------------------------------------------------------
+    # -- for tests ----------------------------------------------------------------------------------------------------
 
     def line(self, party: str, host: str, port: int, target_host: str = "127.0.0.1") -> str:
-        """Who connects to host:port from now on is connected to the party, on the same port; returns the address."""
-
+        """Connects host:port to the party, on the same port of `target_host`. Returns the address."""
         self._lines[host, port] = party, target_host
         self.accept(host, port)
         return f"{host}:{port}"
 
     def refuse(self, host: str, port: int) -> None:
-        """New connections to the line are refused, as by a machine where no process listens."""
+        """Refuses new connections to the line, like a machine where no process listens."""
         self._call(self._refuse(host, port))
 
     async def _refuse(self, host: str, port: int) -> None:
@@ -97,7 +96,7 @@ class Network:
         self._call(accept())
 
     def _accepted(self, listening: socket.socket, port: int, party: str, target_host: str) -> None:
-        with contextlib.suppress(OSError):  # the client is gone already
+        with contextlib.suppress(OSError):  # the client has gone already
             made, _ = listening.accept()
             made.setblocking(False)
             task = self._loop.create_task(self._take(made, party, target_host, port))
@@ -111,7 +110,7 @@ class Network:
             await self._serve(party, target_host, port, reader, writer)
 
     def cut(self, *ways: Way) -> None:
-        """Nothing goes these ways until they are healed."""
+        """Lets nothing pass in these directions, until they are healed."""
 
         async def cut() -> None:
             self._cut.update(ways)
@@ -119,7 +118,7 @@ class Network:
         self._call(cut())
 
     def heal(self, *ways: Way, broken: bool = False) -> None:
-        """They work again. `broken`: the connections that there were do not."""
+        """Ends cuts and delays. With `broken`, existing connections break."""
 
         async def heal() -> None:
             self._cut.difference_update(ways)
@@ -132,8 +131,15 @@ class Network:
 
         self._call(heal())
 
+    def heal_all(self) -> bool:
+        """Ends all cuts and delays. Returns True if there were any."""
+        ways = self._cut | self._delays_s.keys()
+        if ways:
+            self.heal(*ways)
+        return bool(ways)
+
     def slow_down(self, delay_s: float, *ways: Way) -> None:
-        """Whatever goes there takes so long, chunk by chunk."""
+        """Delays each chunk in these directions."""
 
         async def slow_down() -> None:
             self._delays_s.update(dict.fromkeys(ways, delay_s))
@@ -141,7 +147,7 @@ class Network:
         self._call(slow_down())
 
     def break_(self, *ways: Way) -> None:
-        """Ends the connections that were made there; later ones work."""
+        """Breaks the connections in these directions. Later ones work."""
 
         async def end() -> None:
             self._break(ways)
@@ -155,7 +161,7 @@ class Network:
                     writer.transport.abort()
 
     def close(self) -> None:
-        """Ends everything."""
+        """Ends all lines and the thread."""
 
         async def close() -> None:
             for place in list(self._listeners):
@@ -192,7 +198,7 @@ class Network:
                     end.transport.abort()
 
     async def _pass_on(self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until this direction ends; then the other one is to end as well, once that is known there."""
+        """Passes bytes on until this direction ends. Then it closes the other end, as soon as that is known there."""
         with contextlib.suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
                 if way in self._delays_s:
@@ -209,7 +215,7 @@ class Network:
         while way in self._cut:
             await self._passable.wait()
 
-    # -- who it is ----------------------------------------------------------------------------------------------------
+    # -- the parties --------------------------------------------------------------------------------------------------
 
     def _who(self, writer: asyncio.StreamWriter) -> str:
         inode = _inode(writer.get_extra_info("peername"), writer.get_extra_info("sockname"))
@@ -223,10 +229,10 @@ class Network:
 
 
 def _inode(near: tuple[str, int], to: tuple[str, int]) -> str:
-    """Of the socket on this machine that is connected from `near` to an address; empty when it is gone.
+    """Returns the inode of the socket that is connected from `near` to an address; "" if it has gone.
 
-    The kernel is asked for this one socket: a list of all grows with each connection of the last minute, and a network
-    that reads it for each new one can take longer than its clients wait.
+    It asks the kernel for this one socket. A list of all sockets grows with each connection of the last minute: to read
+    it for each new connection can take longer than clients wait.
     """
     id_ = struct.pack("!HH4s12x4s12xIII", near[1], to[1], *map(socket.inet_aton, (near[0], to[0])), 0, ANY, ANY)
     request = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, ANY) + id_

@@ -1,0 +1,141 @@
+"""docs/fastapi.md: its code as printed, in real processes: SIGTERM under load loses no order and bills none twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from metamq.testing import Cluster, cluster
+from metamq.zk.server.ports import free_port
+from tests.parts import SLOW_S, read_to_end, wait_until
+from tests.test_docs import snippets
+
+pytestmark = pytest.mark.slow
+PYTEST = ["-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function"]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with the files of the page."""
+    for snippet in snippets("docs/fastapi.md"):
+        name, _, code = snippet.partition("\n")
+        (tmp_path / name.removeprefix("# ")).write_text(code)
+    return tmp_path
+
+
+@pytest.fixture
+def running() -> Iterator[Cluster]:
+    with cluster() as one:
+        for topic in ("orders", "bills"):
+            one.create_topic(topic)
+        yield one
+
+
+@contextmanager
+def process(files: Path, running: Cluster, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs Python in the folder of the page. At the end it stops by SIGTERM, if it still runs."""
+    environment = {**os.environ, "METAMQ_ZOOKEEPER": running.zookeeper}
+    with subprocess.Popen([sys.executable, "-W", "error", *arguments], cwd=files, env=environment) as one:
+        try:
+            yield one
+            one.send_signal(signal.SIGTERM)
+            assert one.wait(SLOW_S) in (0, -signal.SIGTERM)  # uvicorn ends its work, then itself by the signal
+        finally:
+            one.kill()
+
+
+@contextmanager
+def service(files: Path, running: Cluster) -> Iterator[httpx.Client]:
+    """The service, ready."""
+    port = free_port()
+    with (
+        process(files, running, "-m", "uvicorn", "orders:app", "--port", str(port), "--log-level", "warning") as one,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SLOW_S) as client,
+    ):
+
+        def is_ready() -> bool:
+            assert one.poll() is None
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0 and client.get("/readyz").status_code == 200
+
+        wait_until(is_ready, what="the service")
+        yield client
+
+
+class Load(threading.Thread):
+    """Sends orders, and notes those that were accepted."""
+
+    def __init__(self, client: httpx.Client, first: int) -> None:
+        super().__init__()
+        self.accepted: list[int] = []
+        self._client, self._first = client, first
+        self.sent: list[int] = []
+
+    def run(self) -> None:
+        number = self._first
+        while True:
+            number += 1
+            self.sent.append(number)
+            try:
+                answer = self._client.post("/orders", json={"id": number, "amount": 10})
+            except httpx.TransportError:  # the service has ended
+                return
+            assert answer.status_code == 202, answer.text
+            self.accepted.append(number)
+
+
+def ids(running: Cluster, topic: str) -> Counter[int]:
+    with running.consumer(topics=topic, idle_timeout_s=0.5, decode=json.loads) as consumer:
+        return Counter(message.value["id"] for message in read_to_end(consumer))
+
+
+def test_the_tests_of_the_page_pass(files: Path) -> None:
+    done = subprocess.run([sys.executable, *PYTEST, "."], cwd=files, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 3 passed" in done.stdout
+
+
+def test_sigterm_under_load_loses_no_order_and_bills_none_twice(files: Path, running: Cluster) -> None:
+    loads = []
+    for first in (0, 1_000_000):  # each time, another process of each kind
+        with process(files, running, "billing.py"):
+            with service(files, running) as client:
+                load = Load(client, first)
+                load.start()
+                loads.append(load)
+                wait_until(lambda: len(load.accepted) > 100, what="some load")  # noqa: B023
+                wait_until(lambda: client.get(f"/orders/{load.accepted[0]}/bill").status_code == 200)  # noqa: B023
+            load.join(SLOW_S)
+            assert not load.is_alive()
+        # Both have ended amid their work.
+    accepted = {number for load in loads for number in load.accepted}
+    sent = {number for load in loads for number in load.sent}
+    stored = ids(running, "orders")
+    assert accepted <= stored.keys() <= sent
+    assert set(stored.values()) == {1}
+    with process(files, running, "billing.py"):
+        deadline = time.monotonic() + SLOW_S
+        while (bills := ids(running, "bills")).keys() != stored.keys():
+            assert time.monotonic() < deadline
+    assert ids(running, "bills") == Counter(dict.fromkeys(stored, 1)) == bills
+
+
+def test_without_its_broker_the_service_is_not_ready(files: Path, running: Cluster) -> None:
+    with service(files, running) as client:
+        running.broker.kill()
+        wait_until(lambda: client.get("/readyz").status_code == 503)
+        running.broker.start()
+        wait_until(lambda: client.get("/readyz").status_code == 200)
