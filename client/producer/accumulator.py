@@ -50,6 +50,7 @@ from metamq.client.producer.outgoing import (
 from metamq.client.producer.topic_buffer import (
     TopicBuffer,
     add_message,
+    add_trace,
     align_columns,
     chunk_bounds,
     failed_batch,
@@ -345,7 +346,7 @@ class Accumulator:
         return delivery
 
     def _send_many_unplaced(
-        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys, sizes: list[int]
+        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys, sizes: list[int], trace: Headers | None
     ) -> ManyDelivery:
         total = sum(sizes) + len(sizes) * MESSAGE_OVERHEAD_BYTES
         parts = [self._placeholder(buffer, total)]
@@ -355,7 +356,7 @@ class Accumulator:
                 largest = max(sizes) + MESSAGE_OVERHEAD_BYTES
                 if largest > buffer.limit_bytes:
                     raise too_large(buffer, largest)
-                parts[:] = self._add_keyed(buffer, values, keys, sizes, begun_ns)
+                parts[:] = self._add_keyed(buffer, values, keys, sizes, trace, begun_ns)
             except Exception as error:
                 failed = failed_batch(buffer.topic, error)
                 parts[:] = [failed]
@@ -380,11 +381,17 @@ class Accumulator:
     # -- many at once -----------------------------------------------------------------------------------------------
 
     def send_many(
-        self, topic: str, values: Sequence[bytes], keys: Keys | None, *, bounded: bool = True
+        self,
+        topic: str,
+        values: Sequence[bytes],
+        keys: Keys | None,
+        trace: Headers | None = None,
+        *,
+        bounded: bool = True,
     ) -> ManyDelivery:
-        """Accepts a list of messages as whole batches, all or none. The work per message is done in C."""
+        """Accepts a list of messages as whole batches, all or none. `trace`: headers of the first one of each batch."""
         if self._is_inside():
-            send = partial(self.send_many, topic, values, keys, bounded=False)
+            send = partial(self.send_many, topic, values, keys, trace, bounded=False)
             return self._send_later(topic, send, lambda batch: ManyDelivery(self._owner, [batch]))
         sizes = [*map(len, values)]
         if keys is not None:
@@ -403,14 +410,20 @@ class Accumulator:
                 self._seal_quick(buffer)
                 self._seal(buffer, None)
                 parts = self._chunks(buffer, None, values, None, sizes)
-                self._add_sealed(buffer, parts)
+                self._add_sealed(buffer, parts, trace)
                 return ManyDelivery(self._owner, parts)
             if buffer.config is None:
-                return self._send_many_unplaced(buffer, values, keys, sizes)
-            return ManyDelivery(self._owner, self._add_keyed(buffer, values, keys, sizes))
+                return self._send_many_unplaced(buffer, values, keys, sizes, trace)
+            return ManyDelivery(self._owner, self._add_keyed(buffer, values, keys, sizes, trace))
 
     def _add_keyed(
-        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys, sizes: list[int], begun_ns: int | None = None
+        self,
+        buffer: TopicBuffer,
+        values: Sequence[bytes],
+        keys: Keys,
+        sizes: list[int],
+        trace: Headers | None,
+        begun_ns: int | None = None,
     ) -> list[OutgoingBatch]:
         """Groups messages by partition and keeps their order. The messages without a key float as one group."""
         groups: dict[int | None, list[int]] = {}
@@ -429,7 +442,7 @@ class Accumulator:
                 [sizes[i] for i in picked],
                 begun_ns,
             )
-        self._add_sealed(buffer, parts)
+        self._add_sealed(buffer, parts, trace)
         return parts
 
     def _chunks(
@@ -451,8 +464,9 @@ class Accumulator:
             parts.append(batch)
         return parts
 
-    def _add_sealed(self, buffer: TopicBuffer, parts: list[OutgoingBatch]) -> None:
+    def _add_sealed(self, buffer: TopicBuffer, parts: list[OutgoingBatch], trace: Headers | None) -> None:
         """Publishes all the batches at once."""
+        add_trace(parts, trace)
         outstanding = dict.fromkeys(parts)
         size = sum(batch.size for batch in parts)
         buffer.sealed += parts
