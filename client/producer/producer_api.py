@@ -18,6 +18,7 @@ from metamq.zk.names import parse_partition
 
 if TYPE_CHECKING:
     from metamq.client.producer.producer_core import ProducerCore
+    from metamq.client.producer.producer_health import ProducerHealth
 
 Key = bytes | str | None
 
@@ -56,6 +57,13 @@ class ProducerApi(Generic[T]):
     def _check_usable(self) -> None:
         """Raises ClosedError after close(), ForkedError in a fork's child."""
         self._core.accumulator.check_open()
+
+    def health(self) -> ProducerHealth:
+        """Returns what waits, since when, and why. Makes no request. Thread-safe.
+
+        May also be called after close().
+        """
+        return self._core.health()
 
     def send(
         self,

@@ -131,6 +131,11 @@ class BrokerSender:
         return delays.reason if delays is not None and delays.left_s else ""
 
     @property
+    def unanswered_since_s(self) -> list[float]:
+        """The times (time.monotonic) at which the unanswered PUTs were sent. Any thread."""
+        return [sent.sent_at_s for sent in list(self._sent)]
+
+    @property
     def blocked(self) -> bool:
         """True if nothing can be sent now, to any partition."""
         if len(self._sent) >= INFLIGHT_REQUESTS:
@@ -535,6 +540,11 @@ class Sender:
             hint="Raise `delivery_timeout_s`, or let an administrator raise the quota." if is_quota else "",
             outcome="unknown" if batch.unsure else "not_done",
         )
+
+    @property
+    def brokers(self) -> dict[int, BrokerSender]:
+        """The brokers that batches were sent to. Any thread."""
+        return dict(self._brokers)
 
     def problems(self) -> set[str]:
         """Returns the problems that prevent batches from being stored now."""
