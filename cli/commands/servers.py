@@ -75,6 +75,7 @@ _SETTINGS = (
     ("--scrub-rate", "scrub_bytes_per_s", SIZE,
      "Bytes per second of the logs to verify in the background; 0 verifies nothing.  [8MiB]"),
     ("--scrub-every", "scrub_every_s", SECONDS, "Verify all logs once in this time.  [1d]"),
+    ("--group-lag", "group_lag_s", SECONDS, "Read the lags of groups for /metrics this often; 0 reads none.  [30s]"),
     ("--connections-max", "connections_max", int, "Maximum number of connections.  [10000]"),
     ("--connections-per-address-max", "connections_per_address_max", int,
      "Maximum number of connections from one IP address; 0 is no limit.  [0]"),
