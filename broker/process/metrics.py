@@ -148,6 +148,9 @@ class BrokerCollector(Collector):
         build = GaugeMetricFamily("metamq_build_info", "This release", labels=["version"])
         build.add_metric([metamq.__version__], 1)
         yield build
+        replica = GaugeMetricFamily("metamq_replica_info", "This replica", labels=["broker", "replica"])
+        replica.add_metric([str(self._broker.config.id), str(statistics["replication"]["replica"])], 1)
+        yield replica
         for name, (metric, text) in _TOTALS.items():
             yield CounterMetricFamily(metric, text, value=counters[name])
         yield from _replication(statistics["replication"])
