@@ -6,13 +6,27 @@ cost, so a producer looks at `current` only when it is opened.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.producer.outgoing import Headers, OutgoingBatch
     from metamq.errors import MetamqError
+
+
+class TakenBatch(Protocol):
+    """A MessageBatch, as telemetry sees it."""
+
+    topic: str
+    partition: str
+    offset: int
+
+    def __len__(self) -> int: ...
+
+    def distinct_headers(self, name: bytes) -> Iterator[Mapping[str, bytes]]:
+        """Iterates over the different headers with this name in them. Raises UndecodableBatch."""
+        ...
 
 
 class Processing(Protocol):
@@ -38,7 +52,7 @@ class Telemetry(Protocol):
     def sent(self, batch: OutgoingBatch, base_offset: int, error: MetamqError | None) -> None:
         """Reports a batch that is stored or has failed, before it drops its messages."""
 
-    def taken(self, batch: MessageBatch[Any], group: str | None) -> Processing:
+    def taken(self, batch: TakenBatch, group: str | None) -> Processing:
         """Reports a batch that a handler has taken."""
         ...
 

@@ -181,7 +181,7 @@ class _OpenTelemetry:
             _set_failed(span, error)
         span.end()
 
-    def taken(self, batch: MessageBatch[Any], group: str | None) -> _Processing:
+    def taken(self, batch: telemetry.TakenBatch, group: str | None) -> _Processing:
         attributes = _attributes("process", batch.topic, "process")
         if group is not None:
             attributes["messaging.consumer.group.name"] = group

@@ -101,11 +101,12 @@ def _of_consumers(healths: list[tuple[str, ConsumerHealth]]) -> Iterator[Metric]
         buffered[group] += health.buffered_bytes
         paused[group] += not health.delivering
     text = "Messages that retention removed before they were read"
-    for family, totals in (
+    by_group: list[tuple[CounterMetricFamily | GaugeMetricFamily, Counter[str]]] = [
         (CounterMetricFamily("metamq_consumer_lost_messages", text, labels=["group"]), lost),
         (GaugeMetricFamily("metamq_consumer_buffered_bytes", "Bytes fetched, not done", labels=["group"]), buffered),
         (GaugeMetricFamily("metamq_consumer_paused", "Consumers without a lease now", labels=["group"]), paused),
-    ):
-        for group, value in sorted(totals.items()):
-            family.add_metric([group], value)
-        yield family
+    ]
+    for total, values_of in by_group:
+        for group, value in sorted(values_of.items()):
+            total.add_metric([group], value)
+        yield total

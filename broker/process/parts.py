@@ -71,8 +71,7 @@ def make_parts(
     failed: Callable[[MetamqError], None],
 ) -> BrokerParts:
     """Makes the parts. The replica has no role yet. `check` and `failed`: see RoleKeeper."""
-    ids, counters, slices = BatchIds(0), Counters(), Slices()
-    status = ReplicaStatus(config.id)
+    status, ids, counters, slices = ReplicaStatus(config.id), BatchIds(0), Counters(), Slices()
     appends = Appends(
         status, folder, topics, flusher, ids, counters,
         batch_bytes_max=BATCH_BYTES_MAX, promised_bytes=lambda: transactions.figures.promised_bytes,

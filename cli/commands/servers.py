@@ -15,6 +15,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.broker.process.parent import follow_parent
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
+from metamq.cli.json_log import log_as_json
 from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars
 from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.show.progress import download_progress
@@ -104,8 +105,16 @@ def _settings(function: Callable[..., int]) -> Callable[..., int]:
 @click.command(cls=CliCommand, quiet=logging.INFO)
 @_settings
 @TEXT_OR_JSON
+@click.option(
+    "--log-format",
+    type=click.Choice(("text", "json")),
+    envvar="METAMQ_LOG_FORMAT",
+    default="text",
+    show_default=True,
+    help="Log lines as text, or each as a JSON object.",
+)
 @click.option("--with-parent", is_flag=True, hidden=True)
-def broker(with_parent: bool, output: str, **settings: Any) -> int:
+def broker(with_parent: bool, output: str, log_format: str, **settings: Any) -> int:
     """Run a broker in the foreground. SIGTERM or Ctrl-C stops it: it finishes its requests, then flushes all logs.
 
     Each setting can also be in [broker] of the TOML file, or in a METAMQ_BROKER_... variable. With -o json the broker
@@ -127,6 +136,8 @@ def broker(with_parent: bool, output: str, **settings: Any) -> int:
         access = current().access()
     except ConfigError as error:
         raise _by_option(error, settings) from None
+    if log_format == "json":
+        log_as_json(broker=config.id, replica=config.replica)
     if with_parent:
         follow_parent(sys.stdin.fileno())
 

@@ -175,7 +175,8 @@ class ListenerRun(ABC):
                 value = in_flight.batch.plain_value(message.offset)
                 await self._give_up(self.dead_letters, message, value, error, failed)
                 return True
-            log.info("%s/%s offset %d failed: %r; next attempt in %g s", *message[:3], error, pause_s)
+            fields = {"topic": message.topic, "partition": message.partition, "offset": message.offset}
+            log.info("%s/%s offset %d failed: %r; next attempt in %g s", *message[:3], error, pause_s, extra=fields)
             if not await self._pause(in_flight, pause_s):
                 return False
             try:

@@ -254,7 +254,8 @@ class ProducerCore:
             if len(self._failures) < FAILURES_MAX:
                 self._failures.append(batch)
             else:
-                log.error("not stored: %s for %s: %s", count(batch.count, "message"), batch.name, batch.error)
+                what = count(batch.count, "message")
+                log.error("not stored: %s for %s: %s", what, batch.name, batch.error, extra={"topic": batch.topic})
 
     def _count(self, batch: OutgoingBatch) -> None:
         self._outcomes.setdefault(batch.topic, Outcomes()).count(batch)
