@@ -23,7 +23,13 @@ from tests.postgres import running_postgres
 ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-AT_ONCE = {"docs/producing.md": 1, "docs/administering.md": 1, "docs/consuming.md": 9, "docs/scan.md": 4}
+AT_ONCE = {
+    "docs/producing.md": 1,
+    "docs/administering.md": 1,
+    "docs/consuming.md": 9,
+    "docs/scan.md": 4,
+    "docs/monitoring.md": 1,
+}
 """How many snippets of a guide run side by side. Those that consume wait for the end of the topic, most of the time."""
 
 
@@ -59,7 +65,7 @@ def run(snippet: str, running: Cluster, folder: Path, **variables: str) -> subpr
 def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path) -> None:
     found = snippets(document)
     assert found, f"{document} has no snippet"
-    if document in ("docs/consuming.md", "docs/scan.md"):
+    if document in ("docs/consuming.md", "docs/scan.md", "docs/monitoring.md"):
         fill_orders(running)
     with ThreadPoolExecutor(AT_ONCE[document]) as pool:
         ended = pool.map(lambda snippet: run(snippet, running, tmp_path), found)

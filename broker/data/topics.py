@@ -177,16 +177,19 @@ class Topics:
     def is_damaged(self, partition: Partition, error: CorruptData) -> None:
         """Closes an open partition that was found to be damaged."""
         if partition.closed_by is None:
-            log.critical("%s is not served any more: %s", partition.name, error)
+            log.critical("%s is not served any more: %s", partition.name, error, extra=self._fields(partition))
             partition.close(error, clean=False)
             self.damaged()
 
     def has_damage(self, partition: Partition, error: CorruptData) -> None:
         """Notes the damage of an open partition, which is still served: the rest of it is intact."""
         if partition.closed_by is None and partition.damage is None:
-            log.critical("%s is damaged, but still served: %s", partition.name, error)
+            log.critical("%s is damaged, but still served: %s", partition.name, error, extra=self._fields(partition))
             partition.damage = error
             self.damaged()
+
+    def _fields(self, partition: Partition) -> dict[str, str]:
+        return {"topic": partition.topic, "partition": partition_name(self._broker_id, partition.index)}
 
     async def set_damaged_aside(self) -> None:
         """Moves damaged logs of a slave away and makes new ones in their place, which the master then fills.
@@ -246,7 +249,7 @@ class Topics:
             for topic, problem in self._unreadable.items():
                 if str(before.get(topic)) != str(problem):
                     state = "is not served, and keeps its folder" if topic in kept else "stays unchanged"
-                    log.error("topic %s %s: %s", topic, state, problem)
+                    log.error("topic %s %s: %s", topic, state, problem, extra={"topic": topic})
 
     async def _apply(self, configs: Mapping[str, TopicConfig], unreadable: dict[str, MetamqError]) -> None:
         for topic, old in list(self._configs.items()):
@@ -366,7 +369,8 @@ class Topics:
 
     def _remove(self, topic: str) -> None:
         topic_id = self._configs[topic].id
-        log.info("topic %s (id %s) was deleted: its data will be removed", topic, topic_id)
+        text = "topic %s (id %s) was deleted: its data will be removed"
+        log.info(text, topic, topic_id, extra={"topic": topic})
         self._removed.add((topic, topic_id))
         del self._configs[topic]
         self._close(topic, clean=False)

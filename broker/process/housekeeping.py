@@ -13,6 +13,7 @@ from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log_once import LogOnce
 from metamq.errors import CorruptData, DiskFull, MetamqError, TooManyOpenFiles
 from metamq.threads import start_pool
+from metamq.zk.names import partition_name
 
 if TYPE_CHECKING:
     from metamq.broker.config import BrokerConfig
@@ -115,10 +116,12 @@ class Housekeeping:
         # Asked for each partition: a commit since the start of this round may have appended to this one.
         keep_from, drop_before = await self._transactions.kept(partition, self._folder.generation)
         steps = partition.log.retain(time.time_ns() // 1000, keep_from, drop_before)
+        fields = {"topic": partition.topic, "partition": partition_name(self._config.id, partition.index)}
         for segment in await self._carry_out(partition, steps):
             log.info(
                 "%s: retention removed offsets %d to %d, %s bytes: %s",
                 partition.name, segment.base_offset, segment.end_offset - 1, f"{segment.size_bytes:,}", segment.path,
+                extra=fields,
             )  # fmt: skip
         await self._carry_out(partition, partition.log.checkpoint())
 

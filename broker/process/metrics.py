@@ -18,6 +18,7 @@ from metamq.broker.roles.decide_role import RoleKind
 
 if TYPE_CHECKING:
     from metamq.broker.log.disk.files import Sync
+    from metamq.broker.process.group_lag import GroupLags
     from metamq.broker.process.server import Broker
 
 BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -71,6 +72,16 @@ _TRANSACTIONS = {
     ),
     "journal_bytes": ("metamq_transactions_journal_bytes", "At the master: size of the journal of transactions"),
 }
+_PER_GROUP = {
+    "messages": ("metamq_group_lag_messages", "At the master: messages that a group has not committed"),
+    "oldest_s": ("metamq_group_lag_seconds", "At the master: age of the oldest message that a group has not committed"),
+    "unknown_partitions": (
+        "metamq_group_lag_unknown_partitions",
+        "At the master: partitions whose lag is not known; their offsets are kept elsewhere, or cannot be read",
+    ),
+}
+_LEFT_OUT = "At the master: partitions of groups whose lag was not read, because there are too many"
+_LAG_AGE = "At the master: seconds since the lags of groups were read"
 _OLDEST = "At the master: seconds since the oldest prepared branch was prepared; 0 when there is none"
 _VERIFIED = "Bytes of logs that were verified in the background"
 _SCRUB_AGE = "Seconds since all logs were verified last; before the first time, since the start"
@@ -137,6 +148,9 @@ class BrokerCollector(Collector):
         build = GaugeMetricFamily("metamq_build_info", "This release", labels=["version"])
         build.add_metric([metamq.__version__], 1)
         yield build
+        replica = GaugeMetricFamily("metamq_replica_info", "This replica", labels=["broker", "replica"])
+        replica.add_metric([str(self._broker.config.id), str(statistics["replication"]["replica"])], 1)
+        yield replica
         for name, (metric, text) in _TOTALS.items():
             yield CounterMetricFamily(metric, text, value=counters[name])
         yield from _replication(statistics["replication"])
@@ -150,6 +164,7 @@ class BrokerCollector(Collector):
         text = "Connections that were closed because they made no progress, did not read, or sent no request"
         yield CounterMetricFamily("metamq_broker_stalled_connections", text, value=statistics["stalled_connections"])
         yield self._fsyncs()
+        yield from _group_lags(statistics["group_lags"])
         for name, (metric, text, unit) in _PER_PRINCIPAL.items():
             family = CounterMetricFamily(metric, text, labels=["principal"])
             for principal, value in counters[name].items():
@@ -180,6 +195,20 @@ def _transactions(figures: dict[str, int], now_ms: int) -> Iterator[Metric]:
     oldest_us = figures["oldest_prepared_us"]
     age_s = max(now_ms / 1000 - oldest_us / 1_000_000, 0) if oldest_us else 0
     yield GaugeMetricFamily("metamq_transactions_oldest_prepared_seconds", _OLDEST, value=age_s)
+
+
+def _group_lags(lags: GroupLags | None) -> Iterator[Metric]:
+    families = {name: GaugeMetricFamily(*known, labels=["group", "topic"]) for name, known in _PER_GROUP.items()}
+    for labels, lag in sorted(lags.by_group_and_topic.items()) if lags is not None else ():
+        for name, family in families.items():
+            family.add_metric(labels, getattr(lag, name))
+    yield from families.values()
+    left_out = GaugeMetricFamily("metamq_group_lag_left_out_partitions", _LEFT_OUT, labels=[])
+    age = GaugeMetricFamily("metamq_group_lag_age_seconds", _LAG_AGE, labels=[])
+    if lags is not None:
+        left_out.add_metric([], lags.left_out)
+        age.add_metric([], time.monotonic() - lags.read_at_s)
+    yield from (left_out, age)
 
 
 def _scrub(figures: dict[str, Any]) -> Iterator[Metric]:

@@ -20,6 +20,7 @@ from metamq.broker.front_door.limits.request_memory import RequestMemory
 from metamq.broker.front_door.limits.slices import Slices
 from metamq.broker.front_door.look_ups import LookUps
 from metamq.broker.front_door.statistics import Counters, StatsProcessor
+from metamq.broker.process.group_lag import GroupLagReader
 from metamq.broker.process.housekeeping import Housekeeping
 from metamq.broker.roles.keeper import RoleKeeper
 from metamq.broker.roles.role import ReplicaStatus
@@ -49,6 +50,7 @@ class BrokerParts:
     keeper: RoleKeeper
     housekeeping: Housekeeping
     scrubber: Scrubber
+    lags: GroupLagReader
     stats: StatsProcessor
     door: FrontDoor
 
@@ -69,8 +71,7 @@ def make_parts(
     failed: Callable[[MetamqError], None],
 ) -> BrokerParts:
     """Makes the parts. The replica has no role yet. `check` and `failed`: see RoleKeeper."""
-    ids, counters, slices = BatchIds(0), Counters(), Slices()
-    status = ReplicaStatus(config.id)
+    status, ids, counters, slices = ReplicaStatus(config.id), BatchIds(0), Counters(), Slices()
     appends = Appends(
         status, folder, topics, flusher, ids, counters,
         batch_bytes_max=BATCH_BYTES_MAX, promised_bytes=lambda: transactions.figures.promised_bytes,
@@ -123,7 +124,8 @@ def make_parts(
 
     users.when_rights_change(rights_changed)
     users.when_tokens_change(tokens_changed)
-    return BrokerParts(status, transactions, keeper, housekeeping, scrubber, stats, door)
+    lags = GroupLagReader(session, topics, status, config)
+    return BrokerParts(status, transactions, keeper, housekeeping, scrubber, lags, stats, door)
 
 
 def greeting(broker_id: int, epoch: int) -> HelloReply:

@@ -146,6 +146,7 @@ class Broker:
             parts.housekeeping.run,
             parts.scrubber.run,
             parts.scrubber.run_reports,
+            parts.lags.run,
             self._topics.run_removals,
             self._follow_topics,
             parts.keeper.run,
@@ -519,6 +520,7 @@ class Broker:
             "requests_held_back": self._memory.waiting,
             "answer_bytes": self._answers.used_bytes,
             "stalled_connections": self._answers.stalled,
+            "group_lags": self._parts.lags.last,
         }
 
     def fsyncs(self) -> Histogram:

@@ -17,6 +17,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.broker.process.parent import follow_parent
 from metamq.cli.command import CliCommand, Group
 from metamq.cli.context import current
+from metamq.cli.json_log import log_as_json
 from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars
 from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, print_json, print_json_line, print_table, say
 from metamq.cli.show.progress import download_progress
@@ -77,6 +78,7 @@ _SETTINGS = (
     ("--scrub-rate", "scrub_bytes_per_s", SIZE,
      "Bytes per second of the logs to verify in the background; 0 verifies nothing.  [8MiB]"),
     ("--scrub-every", "scrub_every_s", SECONDS, "Verify all logs once in this time.  [1d]"),
+    ("--group-lag", "group_lag_s", SECONDS, "Read the lags of groups for /metrics this often; 0 reads none.  [30s]"),
     ("--connections-max", "connections_max", int, "Maximum number of connections.  [10000]"),
     ("--connections-per-address-max", "connections_per_address_max", int,
      "Maximum number of connections from one IP address; 0 is no limit.  [0]"),
@@ -105,9 +107,17 @@ def _settings(function: Callable[..., int]) -> Callable[..., int]:
 @click.group(cls=Group, invoke_without_command=True)
 @_settings
 @TEXT_OR_JSON
+@click.option(
+    "--log-format",
+    type=click.Choice(("text", "json")),
+    envvar="METAMQ_LOG_FORMAT",
+    default="text",
+    show_default=True,
+    help="Log lines as text, or each as a JSON object.",
+)
 @click.option("--with-parent", is_flag=True, hidden=True)
 @click.pass_context
-def broker(context: click.Context, /, with_parent: bool, output: str, **settings: Any) -> int:
+def broker(context: click.Context, /, with_parent: bool, output: str, log_format: str, **settings: Any) -> int:
     """Run a broker in the foreground. SIGTERM or Ctrl-C stops it: it finishes its requests, then flushes all logs.
 
     Each setting can also be in [broker] of the TOML file, or in a METAMQ_BROKER_... variable. With -o json the broker
@@ -132,6 +142,8 @@ def broker(context: click.Context, /, with_parent: bool, output: str, **settings
         access = current().access(implicit=False)
     except ConfigError as error:
         raise _by_option(error, settings) from None
+    if log_format == "json":
+        log_as_json(broker=config.id, replica=config.replica)
     if with_parent:
         follow_parent(sys.stdin.fileno())
 

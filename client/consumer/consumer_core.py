@@ -392,7 +392,7 @@ class ConsumerCore:
 
     def _out_of_range(self, request: FetchRequest, error: OffsetOutOfRange) -> None:
         state = self.inbox.states[request.tp]
-        policy = self.plan.on_data_loss
+        policy, fields = self.plan.on_data_loss, {**request.tp._asdict(), "group": self.plan.group}
         if policy == "fail":
             error.topic, error.partition = request.tp
             if isinstance(error, OffsetDiverged):
@@ -401,14 +401,15 @@ class ConsumerCore:
             self._raise_after_what_is_buffered(request, error)
             return
         if isinstance(error, OffsetDiverged):
-            log.warning("%s: %s Continuing at %d", request.tp, error, error.agreed)
+            log.warning("%s: %s Continuing at %d", request.tp, error, error.agreed, extra=fields)
             place = self.inbox.take_back_to(state, error.agreed, error.epoch)
         else:
             # If the offset is above the end, the log was truncated: messages before the end were read already.
             place = error.start if policy == "earliest" and request.offset < error.start else error.end
             lost = max(place - request.offset, 0)
             self._lost_messages += lost
-            log.warning("%s: %s Continuing at %d; lost: %s", request.tp, error, place, count(lost, "message"))
+            text = "%s: %s Continuing at %d; lost: %s"
+            log.warning(text, request.tp, error, place, count(lost, "message"), extra=fields)
             self.inbox.skip_to(state, place)
         self._fetch_from(state, place)
 

@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from metamq.client import telemetry
 from metamq.client.background import at_once
 from metamq.client.checks import check_listener, check_plain_listener
 from metamq.client.consumer.retrying import POLL_S, ListenerRun
@@ -88,7 +89,8 @@ class ListenerPool(ListenerRun):
             self._busy += 1
         done = False
         try:
-            done = at_once(self._handle_all(in_flight))
+            with telemetry.active(in_flight.processing):
+                done = at_once(self._handle_all(in_flight))
         finally:
             with self._busy_lock:
                 self._busy -= 1
@@ -160,7 +162,8 @@ class ListenerTasks(ListenerRun):
     async def _handle(self, in_flight: InFlightBatch) -> None:
         done = False
         try:
-            done = await self._handle_all(in_flight)
+            with telemetry.active(in_flight.processing):
+                done = await self._handle_all(in_flight)
         finally:
             self.receiver.release(in_flight, last_done=done)
 

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from metamq.client import telemetry
 from metamq.client.consumer.loop_end import LoopEnd, LoopStep
 
 if TYPE_CHECKING:
@@ -65,7 +66,10 @@ class ThreadReceiver:
         taken: list[InFlightBatch] = []
         take = partial(self.core.inbox.take, whole=whole, taken=taken, max_messages=max_messages)
         try:
-            return self._take(stop, take)
+            in_flight = self._take(stop, take)
+            if in_flight is not None and telemetry.current is not None:
+                in_flight.processing = telemetry.current.taken(in_flight.batch, self.core.plan.group)
+            return in_flight
         except BaseException:  # a Ctrl-C, perhaps after the batch was taken: the caller does not have the batch
             for in_flight in taken:
                 self.release(in_flight, last_done=False)
@@ -131,7 +135,10 @@ class TaskReceiver:
 
     async def take(self, *, whole: bool = False, max_messages: int = 0) -> InFlightBatch | None:
         """Waits for a batch. Returns None if the inbox was closed or idle."""
-        return await self._take(partial(self._core.inbox.take, whole=whole, max_messages=max_messages))
+        in_flight = await self._take(partial(self._core.inbox.take, whole=whole, max_messages=max_messages))
+        if in_flight is not None and telemetry.current is not None:
+            in_flight.processing = telemetry.current.taken(in_flight.batch, self._core.plan.group)
+        return in_flight
 
     async def take_window(self, open_window: OpenWindow) -> InFlightBatch | None:
         """Waits for a batch like take(), and adds it to the window of its partition."""

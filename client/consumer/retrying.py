@@ -167,13 +167,16 @@ class ListenerRun(ABC):
         while True:
             failed += not isinstance(error, Rollback)
             pause_s = self.policy.pause_after(error, failed)
+            if in_flight.processing is not None:
+                in_flight.processing.failed(message.offset, error, is_final=pause_s is None)
             if pause_s is None:
                 if self.dead_letters is None:
                     raise error
                 value = in_flight.batch.plain_value(message.offset)
                 await self._give_up(self.dead_letters, message, value, error, failed)
                 return True
-            log.info("%s/%s offset %d failed: %r; next attempt in %g s", *message[:3], error, pause_s)
+            fields = {"topic": message.topic, "partition": message.partition, "offset": message.offset}
+            log.info("%s/%s offset %d failed: %r; next attempt in %g s", *message[:3], error, pause_s, extra=fields)
             if not await self._pause(in_flight, pause_s):
                 return False
             try:

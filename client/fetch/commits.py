@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from metamq.client import telemetry
 from metamq.client.group.assignment import Assignment, not_assigned
 from metamq.client.offsets.offsets import CommitRequest
 from metamq.errors import ConfigError, MetamqError, OwnershipLost
@@ -91,7 +92,8 @@ class OffsetCommits:
         """Commits. Returns what was refused."""
         if not requests or self.plan.group is None:
             return {}
-        refused = await self.assignment.commit(requests)
+        with telemetry.operation("commit"):
+            refused = await self.assignment.commit(requests)
         for request in requests:
             state = self.inbox.states.get(request.claim.tp)
             if state is not None and request.claim.tp not in refused:

@@ -44,6 +44,7 @@ from metamq.errors import DecodeError, MetamqError
 
 if TYPE_CHECKING:
     from metamq.client.fetch.key_window import KeyWindow
+    from metamq.client.telemetry import Processing
     from metamq.zk.groups.ownership import Ownership
     from metamq.zk.partitions import TopicPartition
 
@@ -150,6 +151,8 @@ class InFlightBatch:
     _gate: list[str] = field(default_factory=list)
     taken_back: bool = False
     """True if the rest must not be delivered here: it goes to another owner, or is delivered again."""
+    processing: Processing | None = None
+    """The telemetry of this batch until the handler releases it."""
 
     def iterate(self) -> Iterator[tuple[Any, ...]]:
         """Iterates over the messages' fields. Ends early if the rest is taken back, or after a slice if the lease is
@@ -358,6 +361,9 @@ class Inbox:
                 released, state.released = state.released, None
         if released is not None:
             released()
+        processing, in_flight.processing = in_flight.processing, None
+        if processing is not None:
+            processing.end(in_flight.delivered_offset() - in_flight.batch.offset)
         return state.rewinding and not self.closed
 
     def _release(self, in_flight: InFlightBatch, last_done: bool) -> None:

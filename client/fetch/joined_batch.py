@@ -107,6 +107,10 @@ class JoinedBatch(MessageBatch[T]):
         """The headers of each message; empty for a message without headers."""
         return list(chain.from_iterable(part.headers for part in self._parts))
 
+    def distinct_headers(self, name: bytes) -> Iterator[Mapping[str, bytes]]:
+        """Iterates over the different headers with this name in them. Raises UndecodableBatch."""
+        return chain.from_iterable(part.distinct_headers(name) for part in self._parts)
+
     def __iter__(self) -> Iterator[Message[T]]:
         return chain.from_iterable(self._parts)
 

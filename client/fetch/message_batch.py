@@ -177,6 +177,14 @@ class MessageBatch(Generic[T]):
         with self._decoding():
             return [columns.unpack_headers(packed) for packed in column.tolist()[self._skip :]]
 
+    def distinct_headers(self, name: bytes) -> Iterator[Mapping[str, bytes]]:
+        """Iterates over the different headers with this name in them. Raises UndecodableBatch."""
+        column = self._columns.headers
+        if column is not None:
+            with self._decoding():
+                packed = dict.fromkeys(column.tolist()[self._skip :])
+                yield from [columns.unpack_headers(one) for one in packed if name in one]
+
     def _after_topic(self, offsets: Iterator[int]) -> tuple[Iterator[Any], ...]:
         """Returns the fields of Message after the topic, one column each, to be zipped at C speed.
 

@@ -85,6 +85,7 @@ class ZKLoadRebalanceListener:
         self._session = session
         self._group = check_group(group)
         self._id = check_consumer(consumer_id)
+        self._log = logging.LoggerAdapter(log, {"group": group, "consumer": consumer_id})
         self._topics = tuple(sorted(set(topics)))
         self._strategy = check_strategy(strategy)
         self._handler = handler
@@ -175,7 +176,9 @@ class ZKLoadRebalanceListener:
                     failures += 1
                     await asyncio.sleep(_pause_s(failures))
         reason = error or "no answer in time"
-        log.warning("group %s: the others see %s leave only when its session ends: %s", self._group, self._id, reason)
+        self._log.warning(
+            "group %s: the others see %s leave only when its session ends: %s", self._group, self._id, reason
+        )
 
     # Called by the consumer
 
@@ -309,7 +312,7 @@ class ZKLoadRebalanceListener:
         self._failures += 1
         if str(error) != self._last_error:
             trace = None if isinstance(error, MetamqError) else error
-            log.warning("group %s: %s continues after: %s", self._group, self._id, error, exc_info=trace)
+            self._log.warning("group %s: %s continues after: %s", self._group, self._id, error, exc_info=trace)
         self._last_error = str(error)
         asyncio.get_running_loop().call_later(_pause_s(self._failures), self._look.set)
 
@@ -321,14 +324,14 @@ class ZKLoadRebalanceListener:
         self._look.set()
 
     async def _fail(self, error: MetamqError) -> None:
-        log.info("group %s: %s stops: %s", self._group, self._id, error)  # the handler gets the error
+        self._log.info("group %s: %s stops: %s", self._group, self._id, error)  # the handler gets the error
         self._is_failed = True
         self._last_error = str(error)
         try:
             await self._holdings.drop_all()
             await members.leave(self._session, self._group, self._id)
         except MetamqError as late:
-            log.warning("group %s: %s keeps its nodes until its session ends: %s", self._group, self._id, late)
+            self._log.warning("group %s: %s keeps its nodes until its session ends: %s", self._group, self._id, late)
         self._handler.failed(error)
 
     def _warn_if_idle(self, plan: Plan) -> None:
@@ -336,7 +339,7 @@ class ZKLoadRebalanceListener:
         reason = "" if self._holdings else why_idle(self._id, plan)
         if reason and not self._idle_reason and plan.inputs.topics.keys() & set(self._topics):  # else all are deleted
             hint = "Add partitions, or start no more members than there are partitions"
-            log.warning("group %s: %s has no partition: %s. %s", self._group, self._id, reason, hint)
+            self._log.warning("group %s: %s has no partition: %s. %s", self._group, self._id, reason, hint)
         self._idle_reason = reason
 
     # Joining

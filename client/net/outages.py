@@ -57,7 +57,7 @@ class Outages:
         text = str(error)
         if text not in self.errors.values():
             passes = error.retriable or type(error) is TopicNotFound  # the assignment logs a deleted topic
-            log.log(logging.INFO if passes else logging.WARNING, "%s: %s", tp, text)
+            log.log(logging.INFO if passes else logging.WARNING, "%s: %s", tp, text, extra=tp._asdict())
         self.errors[tp] = text
         broker_id, before = _broker_of(tp), self._now.get(tp)
         if before is None:
@@ -78,7 +78,8 @@ class Outages:
         self._count[broker_id] -= 1
         if broker_id in self._warned and not self._count[broker_id]:
             lasted_s = time.monotonic() - self._warned.pop(broker_id)
-            log.info("%s: all partitions can be fetched again, after %.1f s", self.name_of(broker_id), lasted_s)
+            text, fields = "%s: all partitions can be fetched again, after %.1f s", {"broker": broker_id}
+            log.info(text, self.name_of(broker_id), lasted_s, extra=fields)
 
     def warn(self) -> None:
         """Warns of the outages that last."""
@@ -89,7 +90,8 @@ class Outages:
                 self._warned[broker_id] = outage.since
                 dark = [one for one in self._now if _broker_of(one) == broker_id and not self._is_substituted(one)]
                 partitions = count(len(dark), "partition")
-                log.warning("%s: %s cannot be fetched at present: %s", outage.broker, partitions, outage.error)
+                text, fields = "%s: %s cannot be fetched at present: %s", {"broker": broker_id}
+                log.warning(text, outage.broker, partitions, outage.error, extra=fields)
 
     def began_at(self) -> float | None:
         """Returns the start (time.monotonic) of the longest outage, or None. Thread-safe."""

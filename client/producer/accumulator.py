@@ -50,6 +50,7 @@ from metamq.client.producer.outgoing import (
 from metamq.client.producer.topic_buffer import (
     TopicBuffer,
     add_message,
+    add_trace,
     align_columns,
     chunks,
     failed_batch,
@@ -335,7 +336,13 @@ class Accumulator:
         return delivery
 
     def _send_many_unplaced(
-        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys | None, partition: str | None, sizes: list[int]
+        self,
+        buffer: TopicBuffer,
+        values: Sequence[bytes],
+        keys: Keys | None,
+        partition: str | None,
+        sizes: list[int],
+        trace: Headers | None,
     ) -> ManyDelivery:
         total = sum(sizes) + len(sizes) * MESSAGE_OVERHEAD_BYTES
         parts = [self._placeholder(buffer, total)]
@@ -345,7 +352,7 @@ class Accumulator:
                 largest = max(sizes) + MESSAGE_OVERHEAD_BYTES
                 if largest > buffer.limit_bytes:
                     raise too_large(buffer, largest)
-                parts[:] = self._add_placed(buffer, values, keys, partition, sizes, begun_ns)
+                parts[:] = self._add_placed(buffer, values, keys, partition, sizes, trace, begun_ns)
             except Exception as error:
                 failed = failed_batch(buffer.topic, error)
                 parts[:] = [failed]
@@ -375,12 +382,13 @@ class Accumulator:
         values: Sequence[bytes],
         keys: Keys | None,
         partition: str | None = None,
+        trace: Headers | None = None,
         *,
         bounded: bool = True,
     ) -> ManyDelivery:
-        """Accepts a list of messages as whole batches, all or none. The work per message is done in C."""
+        """Accepts a list of messages as whole batches, all or none. `trace`: headers of the first one of each batch."""
         if self._is_inside():
-            send = partial(self.send_many, topic, values, keys, partition, bounded=False)
+            send = partial(self.send_many, topic, values, keys, partition, trace, bounded=False)
             return self._send_later(topic, send, lambda batch: ManyDelivery(self._owner, [batch]))
         sizes = [*map(len, values)]
         if keys is not None:
@@ -392,11 +400,11 @@ class Accumulator:
                 self._seal_quick(buffer)
                 self._seal(buffer, None)
                 parts = chunks(buffer, None, values, None, sizes, self._batch_bytes)
-                self._add_sealed(buffer, parts)
+                self._add_sealed(buffer, parts, trace)
                 return ManyDelivery(self._owner, parts)
             if buffer.config is None:
-                return self._send_many_unplaced(buffer, values, keys, partition, sizes)
-            return ManyDelivery(self._owner, self._add_placed(buffer, values, keys, partition, sizes))
+                return self._send_many_unplaced(buffer, values, keys, partition, sizes, trace)
+            return ManyDelivery(self._owner, self._add_placed(buffer, values, keys, partition, sizes, trace))
 
     def _with_capacity(self, topic: str, largest: int, *, bounded: bool) -> TopicBuffer:
         """Returns a topic's buffer; waits for capacity if `bounded`. Raises MessageTooLarge if `largest` exceeds it."""
@@ -410,9 +418,15 @@ class Accumulator:
             waiting_since = self._wait_for_capacity(waiting_since)
 
     def _add_placed(
-        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys | None, partition: str | None, sizes: list[int],
+        self,
+        buffer: TopicBuffer,
+        values: Sequence[bytes],
+        keys: Keys | None,
+        partition: str | None,
+        sizes: list[int],
+        trace: Headers | None,
         begun_ns: int | None = None,
-    ) -> list[OutgoingBatch]:  # fmt: skip
+    ) -> list[OutgoingBatch]:
         """Groups messages by partition and keeps their order. The messages without a place float as one group."""
         groups: dict[int | None, list[int]] = {}
         if partition is not None:
@@ -434,7 +448,7 @@ class Accumulator:
                 self._batch_bytes,
                 begun_ns,
             )
-        self._add_sealed(buffer, parts)
+        self._add_sealed(buffer, parts, trace)
         return parts
 
     def add_batches(self, topic: str, batches: Sequence[OutgoingBatch]) -> None:
@@ -446,8 +460,9 @@ class Accumulator:
                 self._seal(buffer, buffer.numbers.get((batch.broker_id, batch.partition)))  # None: any partition
             self._add_sealed(buffer, batches)
 
-    def _add_sealed(self, buffer: TopicBuffer, parts: Sequence[OutgoingBatch]) -> None:
+    def _add_sealed(self, buffer: TopicBuffer, parts: Sequence[OutgoingBatch], trace: Headers | None = None) -> None:
         """Publishes all the batches at once."""
+        add_trace(parts, trace)
         outstanding = dict.fromkeys(parts)
         size = sum(batch.size for batch in parts)
         buffer.sealed += parts

@@ -45,7 +45,7 @@ class BaseProducer(OpenedLater, ProducerApi[T]):
         self._options = load(ProducerOptions, "producer", file=config, arguments=settings, others=type(self))
         self._access = cluster_access(zookeeper, root, config, security)
         self._encode = encode
-        self._has_transactions = False
+        self._set_transactions(False)
         self._closed = False
 
     async def open(self) -> Self:

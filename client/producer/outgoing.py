@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
+from metamq.client import telemetry
 from metamq.client.checks import check_timeout
 from metamq.client.model import Receipt, ReceiptRange
 from metamq.errors import ConfigError, MetamqError, Timeout
@@ -166,6 +167,8 @@ class OutgoingBatch:
         `keep_encoded` is True if the batch must still be sent, see metamq.client.producer.partition_queue.
         """
         assert not self.done
+        if telemetry.current is not None and self.values:  # a placeholder has none
+            telemetry.current.sent(self, base_offset, error)
         self.base_offset = base_offset
         self.end(error)
         if not keep_encoded:

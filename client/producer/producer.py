@@ -68,7 +68,7 @@ class BaseProducer(ProducerApi[T]):
         check_seconds("full_timeout_s", full_timeout_s)
         options = load(ProducerOptions, "producer", file=config, arguments=settings, others=type(self))
         self._encode = encode
-        self._has_transactions = False
+        self._set_transactions(False)
         self._closed = True
         self._background = background()
         wait_s = 0.0 if on_full == "raise" else full_timeout_s

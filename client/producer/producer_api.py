@@ -8,6 +8,7 @@ from itertools import repeat
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypedDict
 
+from metamq.client import telemetry
 from metamq.client.checks import not_picklable, wrong_type
 from metamq.client.model import timestamp_us
 from metamq.client.producer.outgoing import AnyMessage, CheckedMessage, Delivery, ManyDelivery
@@ -19,6 +20,7 @@ from metamq.zk.names import parse_partition
 
 if TYPE_CHECKING:
     from metamq.client.producer.producer_core import ProducerCore
+    from metamq.client.producer.producer_health import ProducerHealth
 
 Key = bytes | str | None
 
@@ -48,8 +50,14 @@ class ProducerApi(Generic[T]):
     _core: ProducerCore
     _encode: Callable[[T], bytes] | None
     _has_transactions: bool
-    """True if any thread or task is in a transaction of this producer, see metamq.tx.app.transactional. `send` checks
-    this attribute, and the method itself is never replaced: wrappers and subclasses see every message."""
+    """True if any thread or task is in a transaction of this producer, see metamq.tx.app.transactional. The method
+    `send` itself is never replaced: wrappers and subclasses see every message."""
+    _diverts: bool
+    """True if `send` has more to do, for a transaction or for telemetry. The hot path makes only this check."""
+
+    def _set_transactions(self, any: bool) -> None:
+        self._has_transactions = any
+        self._diverts = any or telemetry.current is not None
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self)
@@ -57,6 +65,13 @@ class ProducerApi(Generic[T]):
     def _check_usable(self) -> None:
         """Raises ClosedError after close(), ForkedError in a fork's child."""
         self._core.accumulator.check_open()
+
+    def health(self) -> ProducerHealth:
+        """Returns what waits, since when, and why. Makes no request. Thread-safe.
+
+        May also be called after close().
+        """
+        return self._core.health()
 
     def send(
         self,
@@ -77,10 +92,12 @@ class ProducerApi(Generic[T]):
         Raises MessageTooLarge, ConfigError (a wrong name or type), BufferFull (see the class), ClosedError. If the
         topic does not exist, the Delivery fails with TopicNotFound.
         """
-        if self._has_transactions:
-            sent: Delivery | None = self._send_in(topic, value, key, headers, partition, timestamp)
-            if sent is not None:
-                return sent
+        if self._diverts:
+            headers = telemetry.traced(headers)
+            if self._has_transactions:
+                sent: Delivery | None = self._send_in(topic, value, key, headers, partition, timestamp)
+                if sent is not None:
+                    return sent
         plain: Any = value if self._encode is None else self._encode(value)
         if type(plain) is not bytes:
             plain = as_bytes(plain, "value")
@@ -109,7 +126,7 @@ class ProducerApi(Generic[T]):
             sent: ManyDelivery | None = self._send_many_in(topic, lambda: messages_of(plain, packed, partition))
             if sent is not None:
                 return sent
-        return self._core.accumulator.send_many(topic, plain, packed, partition)
+        return self._core.accumulator.send_many(topic, plain, packed, partition, telemetry.traced(None))
 
     def _checked(
         self, values: Iterable[T], keys: Iterable[Key] | None, partition: str | None
@@ -140,6 +157,7 @@ class ProducerApi(Generic[T]):
     ) -> AnyMessage:
         """Returns a message for a transaction. Raises as `send`."""
         plain: Any = value if self._encode is None else self._encode(value)
+        headers = telemetry.traced(headers)
         if key is None and headers is None and partition is None and timestamp is None:
             return as_bytes(plain, "value")
         return checked_message(plain, key, headers, partition, timestamp)
@@ -191,12 +209,16 @@ def checked_message(
 def messages_of(values: list[bytes], keys: list[bytes | None] | None, partition: str | None) -> list[AnyMessage]:
     """Returns a message for each value. `keys`, if given, has a key or None for each of them."""
     if partition is not None:
-        return [
+        messages: list[AnyMessage] = [
             CheckedMessage(v, key, partition=partition) for v, key in zip(values, keys or repeat(None), strict=False)
         ]
-    if keys is None:
-        return [*values]
-    return [v if key is None else CheckedMessage(v, key) for v, key in zip(values, keys, strict=True)]
+    elif keys is not None:
+        messages = [v if key is None else CheckedMessage(v, key) for v, key in zip(values, keys, strict=True)]
+    else:
+        messages = [*values]
+    if messages and (trace := telemetry.traced(None)):
+        messages[0] = CheckedMessage(values[0], None if keys is None else keys[0], trace, partition)
+    return messages
 
 
 def as_bytes(value: Any, what: str) -> bytes:

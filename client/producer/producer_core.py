@@ -21,6 +21,7 @@ from metamq.client.net.first_contact import open_client_session
 from metamq.client.producer.accumulator import Accumulator
 from metamq.client.producer.outgoing import OutgoingBatch, forget_locks
 from metamq.client.producer.partitioner import Partitioner, partitioner_named
+from metamq.client.producer.producer_health import Outcomes, ProducerHealth, health_of
 from metamq.client.producer.sender import Sender
 from metamq.errors import ClosedError, ConnectError, ForkedError, MetamqError, Timeout, TopicNotFound
 from metamq.wire.compression import codec_named
@@ -94,6 +95,7 @@ class ProducerCore:
         """True while a timer runs for the oldest open batch."""
         self._forked = False
         self._failures: list[OutgoingBatch] = []
+        self._outcomes: dict[str, Outcomes] = {}
         self._drained: list[asyncio.Future[None]] = []
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._session: Session | None = None
@@ -243,6 +245,8 @@ class ProducerCore:
         self.accumulator.finished(batch)
         if batch.error is not None:
             self._failed([batch])
+        else:
+            self._count(batch)
         if self._drained and self._is_drained():
             for waiting in self._drained:
                 if not waiting.done():
@@ -252,12 +256,17 @@ class ProducerCore:
     def _failed(self, batches: list[OutgoingBatch]) -> None:
         """Keeps the failures for the next flush() to raise. Logs only those that exceed FAILURES_MAX."""
         for batch in batches:
+            self._count(batch)
             if len(self._failures) >= FAILURES_MAX:
                 self._failures = [failed for failed in self._failures if not failed.seen]
             if len(self._failures) < FAILURES_MAX:
                 self._failures.append(batch)
             else:
-                log.error("not stored: %s for %s: %s", count(batch.count, "message"), batch.name, batch.error)
+                what = count(batch.count, "message")
+                log.error("not stored: %s for %s: %s", what, batch.name, batch.error, extra={"topic": batch.topic})
+
+    def _count(self, batch: OutgoingBatch) -> None:
+        self._outcomes.setdefault(batch.topic, Outcomes()).count(batch)
 
     async def flush(self, timeout_s: float | None) -> None:
         """Waits until all messages that were accepted before are stored or have failed.
@@ -280,6 +289,10 @@ class ProducerCore:
     def _outstanding(self) -> list[OutgoingBatch]:
         with self.accumulator.lock:
             return [batch for batch in self.accumulator.outstanding if not batch.done]
+
+    def health(self) -> ProducerHealth:
+        """Returns the state of the producer, without requests. Thread-safe."""
+        return health_of(self._outstanding(), dict(self._outcomes), self.accumulator.buffered_bytes, self.sender)
 
     def _waiting(self) -> str:
         """Describes the messages that are not stored yet, and the last errors."""

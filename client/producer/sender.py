@@ -131,6 +131,11 @@ class BrokerSender:
         return delays.reason if delays is not None and delays.left_s else ""
 
     @property
+    def unanswered_since_s(self) -> list[float]:
+        """The times (time.monotonic) at which the unanswered PUTs were sent. Any thread."""
+        return [sent.sent_at_s for sent in list(self._sent)]
+
+    @property
     def blocked(self) -> bool:
         """True if nothing can be sent now, to any partition."""
         if len(self._sent) >= INFLIGHT_REQUESTS:
@@ -252,7 +257,7 @@ class BrokerSender:
         try:
             results = _results(response, len(sent.batches))
         except ProtocolError as protocol_error:
-            log.warning("broker %d: %s", self.broker_id, protocol_error)
+            log.warning("broker %d: %s", self.broker_id, protocol_error, extra={"broker": self.broker_id})
             sent.connection.abort()
             self._lost(sent, protocol_error)
             return
@@ -277,9 +282,8 @@ class BrokerSender:
         """Closes a connection that does not answer, and tries again to send the waiting batches."""
         for sent in list(self._sent):
             if now_s - max(sent.sent_at_s, sent.connection.delays.ends_at_s) > request_timeout_s:
-                log.warning(
-                    "broker %d did not answer a PUT within %g s: reconnecting", self.broker_id, request_timeout_s
-                )
+                problem = "broker %d did not answer a PUT within %g s: reconnecting"
+                log.warning(problem, self.broker_id, request_timeout_s, extra={"broker": self.broker_id})
                 sent.connection.abort()
                 break
         self._warn(now_s)
@@ -298,7 +302,8 @@ class BrokerSender:
             for queue in self._ready:
                 counts[queue.topic] += sum(batch.messages for batch in queue.waiting)
             what = ", ".join(f"{count(number, 'message')} for topic {topic!r}" for topic, number in counts.items())
-            log.warning("broker %d: %s; %s wait", self.broker_id, self.last_error.problem, what)
+            fields = {"broker": self.broker_id, "topics": sorted(counts)}
+            log.warning("broker %d: %s; %s wait", self.broker_id, self.last_error.problem, what, extra=fields)
 
 
 def _results(response: Response, count: int) -> list[PutResult | MetamqError]:
@@ -535,6 +540,11 @@ class Sender:
             hint="Raise `delivery_timeout_s`, or let an administrator raise the quota." if is_quota else "",
             outcome="unknown" if batch.unsure else "not_done",
         )
+
+    @property
+    def brokers(self) -> dict[int, BrokerSender]:
+        """The brokers that batches were sent to. Any thread."""
+        return dict(self._brokers)
 
     def problems(self) -> set[str]:
         """Returns the problems that prevent batches from being stored now."""

@@ -133,6 +133,13 @@ def add_message(
     return index
 
 
+def add_trace(batches: Sequence[OutgoingBatch], trace: Headers | None) -> None:
+    """Gives headers to the first message of each closed batch."""
+    for batch in batches if trace else ():
+        batch.headers = [trace, *repeat(None, len(batch.values) - 1)]
+        batch.size += size_of(b"", None, trace) + HEADERS_OVERHEAD_BYTES * len(batch.values)
+
+
 def align_columns(batch: OutgoingBatch) -> None:
     """Removes the remains of an interrupted add_message(): entries of columns that have no value."""
     count = len(batch.values)

@@ -62,7 +62,7 @@ class TransactionalProducer(ProducerApi[T]):
         self._check_outside_blocks(xid)
         with transactions.lock:
             one = transactions.begin(self._owner(), xid, timeout_s, is_tpc=is_tpc)
-            self._has_transactions = True
+            self._set_transactions(True)
         return one
 
     def _abandon(self) -> None:
@@ -76,7 +76,7 @@ class TransactionalProducer(ProducerApi[T]):
         transactions = self._transactions
         with transactions.lock:
             transactions.leave(one)
-            self._has_transactions = transactions.any
+            self._set_transactions(transactions.any)
 
     def _enter_block(self, block: Block) -> None:
         """Refuses this producer's own sends in this context until _leave_block(): they would go out at once, even if
@@ -84,7 +84,7 @@ class TransactionalProducer(ProducerApi[T]):
         transactions = self._transactions
         with transactions.lock:
             transactions.blocks.add(block)
-            self._has_transactions = True
+            self._set_transactions(True)
         left = (each for each in _working_in.get() if (known := each()) is not None and known.is_active)
         _working_in.set((*left, weakref.ref(block)))
 
@@ -92,7 +92,7 @@ class TransactionalProducer(ProducerApi[T]):
         transactions = self._transactions
         with transactions.lock:
             transactions.blocks.discard(block)
-            self._has_transactions = transactions.any
+            self._set_transactions(transactions.any)
 
     def _check_outside_blocks(self, xid: object = "(none)") -> None:
         """Raises BranchMisuse inside of a block."""
@@ -114,7 +114,7 @@ class TransactionalProducer(ProducerApi[T]):
         transactions = self._transactions
         with transactions.lock:
             found = transactions.leave_all()
-            self._has_transactions = transactions.any
+            self._set_transactions(transactions.any)
         for one in found:
             if one.prepared:
                 log.warning("transaction %s is prepared, and stays prepared: tpc_recover() finds it", one.xid)

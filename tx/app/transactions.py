@@ -18,6 +18,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from metamq.client import telemetry
 from metamq.client.model import time_of
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.client.producer.partitioner import partitioner_named
@@ -170,6 +171,10 @@ class Transactions:
     async def commit(self, one: OpenTransaction) -> None:
         """Commits it, prepared or not. Raises OutcomeUnknown: the caller must commit a prepared transaction again; for
         one that is not prepared the brokers find the outcome. After any other error it is rolled back."""
+        with telemetry.operation("commit_transaction"):
+            await self._commit(one)
+
+    async def _commit(self, one: OpenTransaction) -> None:
         if one.prepared is not None:
             if errors := await one.work.commit():
                 open_ones = [error for error in errors if not isinstance(error, BranchNotKnown)]

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
 
+from metamq.client import telemetry
 from metamq.client.background import at_once
 from metamq.client.checks import wrong_type
 from metamq.client.net.branches import ANSWER_S
@@ -123,6 +124,10 @@ class DatabaseBlock(ABC):
             finally:  # also if that is cancelled: the application may use the connection again
                 await self._roll_back(work)
             return
+        with telemetry.operation("dbtx"):
+            await self._commit(work)
+
+    async def _commit(self, work: GlobalTransaction) -> None:
         try:
             await self._database.flush()
             if work.is_empty:
