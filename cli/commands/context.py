@@ -67,7 +67,7 @@ def add(name: str, output: str) -> None:
 
     \b
     metamq context add local --zookeeper 127.0.0.1:2181
-    metamq context add prod --zookeeper zk1:2181,zk2:2181 --root /meta --config ./prod.toml
+    metamq context add prod --zookeeper zk1:2181,zk2:2181 --config ./prod.toml
     """
     given = current()
     config = "" if given.config is None else os.path.abspath(given.config)

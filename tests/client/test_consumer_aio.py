@@ -78,7 +78,7 @@ def test_both_faces_offer_the_same() -> None:
 
     consumer = {"assignment", "batches", "close", "commit", "health", "lag", "pause", "resume", "run", "seek"}
     assert public(metamq.Consumer) == public(aio.Consumer) - {"open"} == consumer
-    producer = {"close", "flush", "send", "send_many", "send_table", "transaction"}
+    producer = {"close", "flush", "health", "send", "send_many", "send_table", "transaction"}
     pep_249 = {"tpc_begin", "tpc_commit", "tpc_prepare", "tpc_recover", "tpc_rollback", "xid"}
     errors = {name for name in public(metamq.Producer) if name[0].isupper()}
     assert public(metamq.Producer) == public(aio.Producer) - {"open", "drain"} == producer | pep_249 | errors

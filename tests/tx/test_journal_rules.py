@@ -272,7 +272,7 @@ def test_a_commit_in_the_middle_of_a_round_of_retention_is_left_alone(own: DiskO
     replica.begin_term(1)
     folder = SimpleNamespace(generation=1, free_bytes=lambda: 1 << 50)
     status = SimpleNamespace(disk_full=None)
-    config = SimpleNamespace(disk_reserve_bytes=0)
+    config = SimpleNamespace(id=0, disk_reserve_bytes=0)
     flusher = replica.transactions.upkeep._flusher
     parts: list[Any] = [replica.logs, folder, status, replica.transactions, flusher, config, replica.failures.append]
     housekeeping = Housekeeping(*parts)

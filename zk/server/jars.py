@@ -174,8 +174,8 @@ PINNED = (*JARS, *TLS_JARS, LOGGING_JAR)
 _WAYS = (
     "Install the package metamq-zookeeper, which has the jars; or run `metamq zookeeper --fetch-jars` on a machine "
     "with a network, copy the folder that it names, and set METAMQ_ZOOKEEPER_JARS to the copy; or set it to the `lib` "
-    "folder of ZooKeeper's own download, or the `jars` folder of an installed pyspark; or allow the download from Maven "
-    "Central (METAMQ_MAVEN names a mirror; HTTPS_PROXY and SSL_CERT_FILE are used); "
+    "folder of ZooKeeper's own download, or the `jars` folder of an installed pyspark; or allow the download from "
+    "Maven Central (METAMQ_MAVEN names a mirror; HTTPS_PROXY and SSL_CERT_FILE are used); "
     "or point METAMQ_ZOOKEEPER at a ZooKeeper that already runs."
 )
 
