@@ -26,7 +26,7 @@ SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 AT_ONCE = {
     "docs/producing.md": 1,
     "docs/administering.md": 1,
-    "docs/consuming.md": 9,
+    "docs/consuming.md": 10,
     "docs/scan.md": 4,
     "docs/monitoring.md": 1,
 }

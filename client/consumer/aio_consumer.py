@@ -217,6 +217,14 @@ class Consumer(OpenedLater, ConsumerApi[T]):
             self._finish()
             await tasks.run()
 
+    def stop(self) -> None:
+        """Ends the loop, or run(), after the messages that are being processed now; see metamq.Consumer.stop.
+
+        For signals: `asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, consumer.stop)`.
+        """
+        self._core.check_usable()
+        self._core.stop()
+
     async def close(self) -> None:
         """Commits what is done, releases the partitions, disconnects. The current message is not done."""
         await self._close(last_done=False)

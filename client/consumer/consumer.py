@@ -308,6 +308,16 @@ class Consumer(ConsumerApi[T]):
             self._finish()
             pool.run()
 
+    def stop(self) -> None:
+        """Ends the loop, or run(), after the messages that are being processed now. Returns at once.
+
+        Thread-safe. A signal handler may call it: `signal.signal(signal.SIGTERM, lambda *_: consumer.stop())`. The end
+        of the `with` block, or close(), commits what is done. Further loops end at once. A message that waits for its
+        next attempt is not done.
+        """
+        self._core.check_usable()
+        self._background.call_soon(self._core.stop)
+
     def close(self) -> None:
         """Commits what is done, releases the partitions, disconnects. Thread-safe; further calls do nothing.
 

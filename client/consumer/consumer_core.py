@@ -325,10 +325,7 @@ class ConsumerCore:
             self.consumed()
 
     def sent(self, requests: list[FetchRequest]) -> None:
-        """Ends the outages of requests that a broker has received.
-
-        The broker sends no answer for a partition without data.
-        """
+        """Ends the outages of requests that a broker has received; it sends no answer for a partition without data."""
         masters = [request.tp for request in requests if not self._sources.is_substitute(request)]
         for tp in self.outages.cut_off(masters):
             self.outages.ended(tp)
@@ -555,6 +552,13 @@ class ConsumerCore:
 
     # The end
 
+    def stop(self) -> None:
+        """Ends the delivery after the messages that handlers have now. In the loop."""
+        self._closing = True
+        for state in self.inbox.states.values():
+            self._stop_fetching(state)
+        self.inbox.stop()
+
     async def close(self, *, last_done: bool) -> None:
         """Commits what is done, releases all partitions, disconnects. `last_done` is True if the last message is
         done.
@@ -563,10 +567,8 @@ class ConsumerCore:
         """
         if self._session is None:
             return
-        self._closing = True
         self._callback_error = None
-        for state in self.inbox.states.values():
-            self._stop_fetching(state)
+        self.stop()
         self.inbox.close(last_done=last_done)
         try:
             with contextlib.suppress(TimeoutError):

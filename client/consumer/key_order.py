@@ -100,8 +100,9 @@ class KeyOrderPool(ListenerPool):
                 pass
         except BaseException as error:
             self._error = self._error or error
-        finally:
             self._end()
+        finally:
+            self._end_workers()
             self._ended.release()
 
     def _is_busy(self) -> bool:
@@ -110,8 +111,11 @@ class KeyOrderPool(ListenerPool):
     def _end(self) -> None:
         super()._end()
         self._windows.stop()
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         for _ in range(self.concurrency):
-            self._free.put(None)
+            self._free.put(None)  # behind the messages that are free: after stop() they are still processed
 
     def _work(self) -> None:
         try:

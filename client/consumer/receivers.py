@@ -62,7 +62,7 @@ class ThreadReceiver:
     def take(
         self, stop: threading.Event | None = None, *, whole: bool = False, max_messages: int = 0
     ) -> InFlightBatch | None:
-        """Waits for a batch. Returns None if the inbox is closed or idle, or if `stop` is set and poke() is called."""
+        """Waits for a batch. Returns None if the inbox is stopped or idle, or if `stop` is set and poke() is called."""
         taken: list[InFlightBatch] = []
         take = partial(self.core.inbox.take, whole=whole, taken=taken, max_messages=max_messages)
         try:
@@ -84,7 +84,7 @@ class ThreadReceiver:
         wait: _Wait | None = None
         while True:
             with inbox.lock:
-                if inbox.closed or (stop is not None and stop.is_set()):
+                if inbox.stopped or (stop is not None and stop.is_set()):
                     return None
                 in_flight = take()
                 if in_flight is not None:
@@ -121,7 +121,7 @@ class ThreadReceiver:
     @property
     def closed(self) -> bool:
         """True if no further batch will come."""
-        return self.core.inbox.closed
+        return self.core.inbox.stopped
 
 
 class TaskReceiver:
@@ -134,7 +134,7 @@ class TaskReceiver:
         core.inbox.notify = self._filled.set
 
     async def take(self, *, whole: bool = False, max_messages: int = 0) -> InFlightBatch | None:
-        """Waits for a batch. Returns None if the inbox was closed or idle."""
+        """Waits for a batch. Returns None if the inbox was stopped or idle."""
         in_flight = await self._take(partial(self._core.inbox.take, whole=whole, max_messages=max_messages))
         if in_flight is not None and telemetry.current is not None:
             in_flight.processing = telemetry.current.taken(in_flight.batch, self._core.plan.group)
@@ -147,7 +147,7 @@ class TaskReceiver:
     async def _take(self, take: Callable[[], InFlightBatch | None]) -> InFlightBatch | None:
         inbox = self._core.inbox
         wait: _Wait | None = None
-        while not inbox.closed:
+        while not inbox.stopped:
             self._filled.clear()
             with inbox.lock:
                 in_flight = take()
@@ -183,4 +183,4 @@ class TaskReceiver:
     @property
     def closed(self) -> bool:
         """True if no further batch will come."""
-        return self._core.inbox.closed
+        return self._core.inbox.stopped

@@ -262,6 +262,8 @@ class Inbox:
         self.states: dict[TopicPartition, PartitionState] = {}
         self.buffered_bytes = 0
         self.error: BaseException | None = None
+        self.stopped = False
+        """True if handlers get no further batch."""
         self.closed = False
         self.notify: Callable[[], None] = self.filled.notify_all
         self._may_deliver = may_deliver
@@ -482,10 +484,18 @@ class Inbox:
             self.error = error
             self.notify()
 
+    def stop(self) -> None:
+        """Ends the delivery. Handlers finish the messages that they have, which count as done then."""
+        with self.lock:
+            self.stopped = True
+            for state in self.states.values():
+                self.rewind(state)
+            self.notify()
+
     def close(self, *, last_done: bool) -> None:
         """Ends the delivery without waiting for handlers. `last_done`: True if their last messages count as done."""
         with self.lock:
-            self.closed = True
+            self.stopped = self.closed = True
             self._detached.clear()
             states = list(self.states.values())
             self.notify()

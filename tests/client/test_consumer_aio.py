@@ -76,7 +76,7 @@ def test_both_faces_offer_the_same() -> None:
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
 
-    consumer = {"assignment", "batches", "close", "commit", "health", "lag", "pause", "resume", "run", "seek"}
+    consumer = {"assignment", "batches", "close", "commit", "health", "lag", "pause", "resume", "run", "seek", "stop"}
     assert public(metamq.Consumer) == public(aio.Consumer) - {"open"} == consumer
     producer = {"close", "flush", "health", "send", "send_many", "send_table", "transaction"}
     pep_249 = {"tpc_begin", "tpc_commit", "tpc_prepare", "tpc_recover", "tpc_rollback", "xid"}
@@ -560,3 +560,29 @@ def test_an_unclosed_consumer_warns(shop: Shop) -> None:
         await core.close(last_done=False)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_stop_finishes_the_messages_in_hand(shop: Shop, group: str, order: Any) -> None:
+    topic = shop.topic()
+    values = [b"%d" % number for number in range(50)]
+    shop.producer.send_many(topic, values, [b"k"] * 50).result(60)
+    begun: list[int] = []
+
+    async def scenario() -> None:
+        async with consuming(shop, topic, group) as consumer:
+            go_on = asyncio.Event()
+
+            async def slow(message: Message[int]) -> None:
+                begun.append(message.offset)
+                if message.offset == 9:
+                    consumer.stop()
+                    asyncio.get_running_loop().call_later(0.01, go_on.set)
+                    await go_on.wait()
+
+            await consumer.run(slow, order=order)
+            assert [message async for message in consumer] == []
+
+    asyncio.run(scenario())
+    assert begun == list(range(10))
+    assert shop.committed(group)[tp(topic)] == 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import threading
 import time
 from collections import Counter, defaultdict
@@ -404,3 +405,48 @@ def test_wrong_arguments(shop: Shop, group: str, caplog: pytest.LogCaptureFixtur
         consumer.run(print)
     with shop.consumer(topic, idle_timeout_s=0.1) as consumer:
         consumer.run(print, dead_letter=False)
+
+
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_stop_finishes_the_messages_in_hand_and_no_others(shop: Shop, group: str, order: Any) -> None:
+    topic = shop.topic(2)
+    for index in range(2):
+        values = [b"%d" % number for number in range(50)]
+        shop.producer.send_many(topic, values, values, partition=f"0-{index}").result(60)
+    busy, go_on = threading.Barrier(3), threading.Event()
+    begun: Counter[tuple[str, int]] = Counter()
+
+    def slow(message: Message[Any]) -> None:
+        begun[message.partition, message.offset] += 1
+        busy.wait(60)
+        assert go_on.wait(60)
+
+    with shop.consumer(topic, group) as consumer:
+        thread = threading.Thread(target=consumer.run, args=(slow,), kwargs={"order": order, "concurrency": 2})
+        thread.start()
+        busy.wait(60)
+        consumer.stop()
+        shop.until(lambda: consumer._core.inbox.stopped)
+        assert thread.is_alive()
+        go_on.set()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert list(consumer) == [], "a loop after stop() ends at once"
+    assert begun.total() == 2
+    assert sum(offset or 0 for offset in shop.committed(group).values()) == 2, "what was in hand is done"
+
+
+def test_a_signal_handler_stops_a_loop_after_its_message(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.producer.send_many(topic, [b"%d" % number for number in range(1000)]).result(60)
+    with shop.consumer(topic, group) as consumer:
+        before = signal.signal(signal.SIGUSR1, lambda *_: consumer.stop())
+        try:
+            for message in consumer:
+                if message.offset == 500:
+                    signal.raise_signal(signal.SIGUSR1)
+                    shop.until(lambda: consumer._core.inbox.stopped)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert message.offset == 500
+    assert shop.committed(group)[tp(topic)] == 501
