@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from metamq.client import telemetry
 from metamq.client.background import at_once
 from metamq.client.consumer.listener import ListenerPool, ListenerTasks
 from metamq.client.fetch.key_window import KeyWindow
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from metamq.client.fetch.inbox import PartitionState
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.model import Message
+    from metamq.client.telemetry import Processing
 
 SPAN_PER_HANDLER = 16
 """Messages of a partition for each handler, from the first unfinished one on. More would keep the handlers busier while
@@ -38,6 +40,7 @@ class KeyWindows:
     span: int
     put: Callable[[Free], None]
     """Gets each free message with its window."""
+    group: str | None
 
     def __post_init__(self) -> None:
         self._inbox = self.receiver.inbox
@@ -48,9 +51,12 @@ class KeyWindows:
 
     def open(self, state: PartitionState, batch: MessageBatch[Any], may_deliver: Callable[[], bool]) -> KeyWindow:
         """Returns a new window for a partition."""
-        window = KeyWindow(state, batch, may_deliver, lambda *free: self.put(free), self.span)
+        window = KeyWindow(state, batch, may_deliver, lambda *free: self.put(free), self.span, self._report)
         self._open.add(window)
         return window
+
+    def _report(self, batch: MessageBatch[Any]) -> Processing | None:
+        return None if telemetry.current is None else telemetry.current.taken(batch, self.group)
 
     def begin(self, window: KeyWindow, message: Message[bytes]) -> bool:
         """Returns True if the message may be processed; then end() must be called."""
@@ -90,7 +96,9 @@ class KeyOrderPool(ListenerPool):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._free: queue.SimpleQueue[Free | None] = queue.SimpleQueue()
-        self._windows = KeyWindows(self.receiver, SPAN_PER_HANDLER * self.concurrency, self._free.put)
+        self._windows = KeyWindows(
+            self.receiver, SPAN_PER_HANDLER * self.concurrency, self._free.put, self.receiver.group
+        )
         # Not the caller's thread: a Ctrl-C in the middle of a change would leave a window half changed.
         self._threads.append(threading.Thread(target=self._take, name="metamq-listener-take", daemon=True))
 
@@ -133,7 +141,8 @@ class KeyOrderPool(ListenerPool):
     def _process(self, window: KeyWindow, message: Message[bytes]) -> Message[bytes] | None:
         done = False
         try:
-            done = at_once(self._handle_one(window, message))
+            with telemetry.active(window.processing_of(message.offset)):
+                done = at_once(self._handle_one(window, message))
         finally:
             following = self._windows.end(window, message, done=done)
         return following
@@ -146,7 +155,7 @@ class KeyOrderTasks(ListenerTasks):
     async def run(self) -> None:
         """Runs until the consumer is closed or idle, or an error of a listener ends it."""
         free: asyncio.Queue[Free | None] = asyncio.Queue()
-        windows = KeyWindows(self.receiver, SPAN_PER_HANDLER * self.concurrency, free.put_nowait)
+        windows = KeyWindows(self.receiver, SPAN_PER_HANDLER * self.concurrency, free.put_nowait, self.receiver.group)
         taking = asyncio.ensure_future(self._take_all(windows))
         handlers = [asyncio.ensure_future(self._work(windows, free)) for _ in range(self.concurrency)]
         try:
@@ -175,6 +184,7 @@ class KeyOrderTasks(ListenerTasks):
             while following is not None and windows.begin(window, following):
                 done = False
                 try:
-                    done = await self._handle_one(window, following)
+                    with telemetry.active(window.processing_of(following.offset)):
+                        done = await self._handle_one(window, following)
                 finally:
                     following = windows.end(window, following, done=done)

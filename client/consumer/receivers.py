@@ -68,7 +68,7 @@ class ThreadReceiver:
         try:
             in_flight = self._take(stop, take)
             if in_flight is not None and telemetry.current is not None:
-                in_flight.processing = telemetry.current.taken(in_flight.batch, self.core.plan.group)
+                in_flight.processing = telemetry.current.taken(in_flight.batch, self.group)
             return in_flight
         except BaseException:  # a Ctrl-C, perhaps after the batch was taken: the caller does not have the batch
             for in_flight in taken:
@@ -119,6 +119,11 @@ class ThreadReceiver:
         return self.core.inbox
 
     @property
+    def group(self) -> str | None:
+        """The consumer's group."""
+        return self.core.plan.group
+
+    @property
     def closed(self) -> bool:
         """True if no further batch will come."""
         return self.core.inbox.stopped
@@ -137,7 +142,7 @@ class TaskReceiver:
         """Waits for a batch. Returns None if the inbox was stopped or idle."""
         in_flight = await self._take(partial(self._core.inbox.take, whole=whole, max_messages=max_messages))
         if in_flight is not None and telemetry.current is not None:
-            in_flight.processing = telemetry.current.taken(in_flight.batch, self._core.plan.group)
+            in_flight.processing = telemetry.current.taken(in_flight.batch, self.group)
         return in_flight
 
     async def take_window(self, open_window: OpenWindow) -> InFlightBatch | None:
@@ -179,6 +184,11 @@ class TaskReceiver:
     def inbox(self) -> Inbox:
         """The consumer's inbox."""
         return self._core.inbox
+
+    @property
+    def group(self) -> str | None:
+        """The consumer's group."""
+        return self._core.plan.group
 
     @property
     def closed(self) -> bool:

@@ -167,8 +167,8 @@ class ListenerRun(ABC):
         while True:
             failed += not isinstance(error, Rollback)
             pause_s = self.policy.pause_after(error, failed)
-            if in_flight.processing is not None:
-                in_flight.processing.failed(message.offset, error, is_final=pause_s is None)
+            if (processing := in_flight.processing_of(message.offset)) is not None:
+                processing.failed(message.offset, error, is_final=pause_s is None)
             if pause_s is None:
                 if self.dead_letters is None:
                     raise error

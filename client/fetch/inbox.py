@@ -204,6 +204,16 @@ class InFlightBatch:
         """Returns True if the next batch of the partition may be added to this one now."""
         return False
 
+    def processing_of(self, offset: int) -> Processing | None:
+        """Returns the telemetry of a message."""
+        return self.processing
+
+    def end_processing(self) -> None:
+        """Ends the telemetry. A second call does nothing."""
+        processing, self.processing = self.processing, None
+        if processing is not None:
+            processing.end(self.delivered_offset() - self.batch.offset)
+
     @property
     def is_over(self) -> bool:
         """True if no handler has the batch any more, so the inbox must release it."""
@@ -363,9 +373,7 @@ class Inbox:
                 released, state.released = state.released, None
         if released is not None:
             released()
-        processing, in_flight.processing = in_flight.processing, None
-        if processing is not None:
-            processing.end(in_flight.delivered_offset() - in_flight.batch.offset)
+        in_flight.end_processing()
         return state.rewinding and not self.closed
 
     def _release(self, in_flight: InFlightBatch, last_done: bool) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from metamq.client.fetch.inbox import PartitionState
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.model import Message
+    from metamq.client.telemetry import Processing
 
 
 class KeyWindow(InFlightBatch):
@@ -52,12 +53,17 @@ class KeyWindow(InFlightBatch):
         may_deliver: Callable[[], bool],
         start: Callable[[KeyWindow, Message[bytes]], None],
         span: int,
+        report: Callable[[MessageBatch[Any]], Processing | None],
     ) -> None:
-        """`start` gets each free message, with its value as it is stored. `span`: see the theory above."""
+        """`start` gets each free message, with its value as it is stored. `span`: see the theory above. `report`
+        returns the telemetry of a batch."""
         super().__init__(state, JoinedBatch([batch]), may_deliver, whole=False)
         self.low = self._queued = self._begun = batch.offset
         self._start = start
         self._span = span
+        self._report = report
+        self._reported: list[tuple[range, Processing]] = []
+        """The offsets and the telemetry of the batches that are not finished."""
         self._limit = inf
         """No message from this offset on is begun."""
         self._resume_offset: int | None = None
@@ -85,7 +91,9 @@ class KeyWindow(InFlightBatch):
         if self.taken_back:
             return
         if self._unread is not None:
-            self._messages, self._unread = self._unread.undecoded_messages(), None
+            batch, self._messages, self._unread = self._unread, self._unread.undecoded_messages(), None
+            if (processing := self._report(batch)) is not None:
+                self._reported.append((batch.offsets, processing))
         for message in islice(self._messages, self.low + self._span - self._queued):
             self._queued = message.offset + 1
             if message.key is None:
@@ -118,6 +126,9 @@ class KeyWindow(InFlightBatch):
         while self.low in self._finished:
             self._finished.remove(self.low)
             self.low += 1
+        while self._reported and self._reported[0][0].stop <= self.low:
+            offsets, processing = self._reported.pop(0)
+            processing.end(len(offsets))
         following = self._following(message.key)
         self.fill()
         return following
@@ -156,6 +167,16 @@ class KeyWindow(InFlightBatch):
         """The messages that are processed now, the longest first."""
         now_s = time.monotonic()
         return [RunningMessage(offset, key, now_s - began_s) for offset, (key, began_s) in self._running.items()]
+
+    def processing_of(self, offset: int) -> Processing | None:
+        """Returns the telemetry of the message's batch. It does not end while the message is running."""
+        return next((processing for offsets, processing in self._reported if offset in offsets), None)
+
+    def end_processing(self) -> None:
+        """Ends the telemetry of the batches that are not finished."""
+        while self._reported:
+            offsets, processing = self._reported.pop(0)
+            processing.end(sum(offset < self.low or offset in self._finished for offset in offsets))
 
     def delivered_offset(self) -> int:
         """Returns the offset after the highest message that was begun."""

@@ -57,7 +57,7 @@ class Model:
         self.receiver = Receiver()
         self.inbox = self.receiver.inbox
         self.free: list[Free] = []
-        self.windows = KeyWindows(self.receiver, SPAN, self.free.append)  # type: ignore[arg-type]
+        self.windows = KeyWindows(self.receiver, SPAN, self.free.append, None)  # type: ignore[arg-type]
         self.running: list[Free] = []
         self.finished: set[int] = set()
         """The messages that were finished since the last seek, by this owner or an earlier one."""

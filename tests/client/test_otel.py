@@ -238,6 +238,28 @@ def test_asyncio_listeners_run_in_the_span_of_their_batch(shop: Shop, seen: Seen
     assert asyncio.run(run()) == {context_of(span).span_id for span in seen.spans(f"process {topic}")}
 
 
+def test_by_key_a_batch_is_one_span_and_its_messages_run_in_it(shop: Shop, seen: Seen) -> None:
+    topic = shop.topic()
+    with shop.cluster.producer() as producer:
+        for size in (3, 4):
+            producer.send_many(topic, [b"x"] * size, [b"a", b"b", b"c", b"d"][:size]).result(60)
+    inside: dict[int, trace.SpanContext] = {}
+
+    def listen(message: metamq.Message[bytes]) -> None:
+        if message.offset == 5 and 5 not in inside:
+            inside[5] = trace.get_current_span().get_span_context()
+            raise ValueError("not yet")
+        inside[message.offset] = trace.get_current_span().get_span_context()
+
+    with shop.consumer(topic, "g", idle_timeout_s=0.1) as consumer:
+        run_until(lambda: len(inside) == 7, consumer, listen, order="key", concurrency=8, retry_delay_s=0)
+    first, second = seen.spans(f"process {topic}")
+    assert [inside[offset] for offset in range(7)] == [context_of(first)] * 3 + [context_of(second)] * 4
+    assert [event.name for event in second.events] == ["exception"]
+    (consumed,) = seen.points("messaging.client.consumed.messages")
+    assert consumed.value == 7
+
+
 def test_off_is_off(shop: Shop) -> None:
     assert telemetry.current is None
     with pytest.raises(ConfigError, match=r"processing\(\) needs OpenTelemetry"), otel.processing(None):  # type: ignore[arg-type]
