@@ -1,7 +1,8 @@
 """The hook of tracing: clients report to it once per batch. `metamq.otel.instrument()` sets it.
 
-While `current` is None, each place that reports only makes that check. In `send` even the check would be 4 % of the
-cost, so a producer looks at `current` only when it is opened.
+While `current` is None, each place that reports only makes that check. Any thread may set `current`, so a place reads
+it once. In `send` even the check would be 4 % of the cost, so a producer makes it when it is opened, and when a
+transaction begins or ends.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ current: Telemetry | None = None
 
 def traced(headers: Headers | None) -> Headers | None:
     """Adds the trace of the calling code to a message's headers, if there is telemetry and a trace."""
-    return headers if current is None else current.traced(headers)
+    return headers if (reports := current) is None else reports.traced(headers)
 
 
 def operation(name: str) -> AbstractContextManager[object]:
     """Measures the call in the block, if there is telemetry."""
-    return nullcontext() if current is None else current.operation(name)
+    return nullcontext() if (reports := current) is None else reports.operation(name)
 
 
 def active(processing: Processing | None) -> AbstractContextManager[object]:

@@ -30,7 +30,8 @@ __all__ = ["ClientCollector"]
 
 class ClientCollector(Collector):
     """Collects the metrics of these clients, blocking or asyncio. Several producers are added up, and so are several
-    consumers of one group. A closed client keeps its last figures."""
+    consumers of one group. A client that is not open yet is left out. A closed producer keeps its last figures; a
+    closed consumer has no partitions. Make one collector for all clients of a process."""
 
     def __init__(self, *clients: ProducerApi[Any] | ConsumerApi[Any]) -> None:
         for client in clients:
@@ -45,10 +46,12 @@ class ClientCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Reads the health of each client."""
-        if self._producers:
-            yield from _of_producers([producer.health() for producer in self._producers])
-        if self._consumers:
-            yield from _of_consumers([(one._core.plan.group or "", one.health()) for one in self._consumers])
+        producers = [one.health() for one in self._producers if "_core" in vars(one)]
+        if producers:
+            yield from _of_producers(producers)
+        consumers = [(one._core.plan.group or "", one.health()) for one in self._consumers if "_core" in vars(one)]
+        if consumers:
+            yield from _of_consumers(consumers)
 
 
 def _of_producers(healths: list[ProducerHealth]) -> Iterator[Metric]:
@@ -85,7 +88,8 @@ def _of_consumers(healths: list[tuple[str, ConsumerHealth]]) -> Iterator[Metric]
     for group, health in healths:
         for tp, one in health.partitions.items():
             key = group, tp.topic
-            figures["lag"][key] += one.lag or 0
+            if one.lag is not None:
+                figures["lag"][key] += one.lag
             figures["done"][key] += max(one.done_offset, 0)
             figures["assigned"][key] += 1
             figures["failing"][key] += bool(one.last_error)

@@ -288,8 +288,8 @@ class Consumer(ConsumerApi[T]):
 
         `concurrency` threads process partitions in parallel; the messages of one partition are processed one after
         another. With order="key" only the messages of one key are, and messages without a key have no order. A commit
-        never passes an unfinished message: after a crash the finished ones behind it, fewer than 16 * concurrency in
-        each partition, are delivered again.
+        never passes an unfinished message: after a crash, close() or an error the finished ones behind it, fewer than
+        16 * concurrency in each partition, are delivered again. stop() and a rebalance finish the ones before them.
 
         If the listener raises, it gets the message again after `retry_delay_s` seconds, doubled each time. After
         `max_attempts` the message goes to the group's dead-letter topic; with dead_letter=False the error ends run().

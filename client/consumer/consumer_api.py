@@ -102,6 +102,12 @@ class ConsumerApi(Generic[T]):
         for request in self._requests(position):
             if (state := states.get(request.claim.tp)) is None:
                 raise OwnershipLost(*request.claim.tp, reason="it is not assigned to this consumer")
+            if state.in_flight is not None and state.in_flight.first_unfinished is not None:
+                raise ConfigError(
+                    "commit(connection=...) does not work in run(order='key'): the results of a message that is being "
+                    "processed would be stored without its offset",
+                    hint="Use run(order='partition'), a loop or batches().",
+                )
             everything.append(offset_write(state, request, position))
         await database.check_in_transaction()  # may wait: after the state at the time of the call was read
         for one in everything:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.consumer.health import PUBLISH_LIMIT_S, ConsumerHealth, done_offsets, health_of, watch_progress
@@ -127,7 +128,7 @@ class ConsumerCore:
             self._spawn(self.commits.commit_often(options.commit_interval_ms))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
+        task = Context().run(asyncio.ensure_future, work)  # no part of the trace of the code that opened the consumer
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -239,8 +240,7 @@ class ConsumerCore:
     def lost(self, partitions: Sequence[TopicPartition]) -> None:
         """Stops with partitions that may already belong to another consumer."""
         for tp in partitions:
-            state = self.inbox.states.get(tp)
-            if state is not None:
+            if (state := self.inbox.states.get(tp)) is not None:
                 self._stop_fetching(state)
                 self._remove(state)
 

@@ -56,7 +56,7 @@ class KeyWindows:
         return window
 
     def _report(self, batch: MessageBatch[Any]) -> Processing | None:
-        return None if telemetry.current is None else telemetry.current.taken(batch, self.group)
+        return None if (reports := telemetry.current) is None else reports.taken(batch, self.group)
 
     def begin(self, window: KeyWindow, message: Message[bytes]) -> bool:
         """Returns True if the message may be processed; then end() must be called."""
@@ -85,8 +85,8 @@ class KeyWindows:
     def _release_if_over(self, window: KeyWindow) -> None:
         # Under one lock with the check: otherwise a batch could be added between the two.
         if window.is_over and window in self._open:
-            self._open.remove(window)
             self.receiver.release(window, last_done=True)
+            self._open.remove(window)
 
 
 @dataclass(eq=False)
@@ -110,8 +110,8 @@ class KeyOrderPool(ListenerPool):
             self._error = self._error or error
             self._end()
         finally:
-            self._end_workers()
             self._ended.release()
+            self._end_workers()
 
     def _is_busy(self) -> bool:
         return bool(self._windows) and not self.receiver.closed and not self._stop.is_set()

@@ -67,8 +67,8 @@ class ThreadReceiver:
         take = partial(self.core.inbox.take, whole=whole, taken=taken, max_messages=max_messages)
         try:
             in_flight = self._take(stop, take)
-            if in_flight is not None and telemetry.current is not None:
-                in_flight.processing = telemetry.current.taken(in_flight.batch, self.group)
+            if in_flight is not None and (reports := telemetry.current) is not None:
+                in_flight.processing = reports.taken(in_flight.batch, self.group)
             return in_flight
         except BaseException:  # a Ctrl-C, perhaps after the batch was taken: the caller does not have the batch
             for in_flight in taken:
@@ -141,8 +141,8 @@ class TaskReceiver:
     async def take(self, *, whole: bool = False, max_messages: int = 0) -> InFlightBatch | None:
         """Waits for a batch. Returns None if the inbox was stopped or idle."""
         in_flight = await self._take(partial(self._core.inbox.take, whole=whole, max_messages=max_messages))
-        if in_flight is not None and telemetry.current is not None:
-            in_flight.processing = telemetry.current.taken(in_flight.batch, self.group)
+        if in_flight is not None and (reports := telemetry.current) is not None:
+            in_flight.processing = reports.taken(in_flight.batch, self.group)
         return in_flight
 
     async def take_window(self, open_window: OpenWindow) -> InFlightBatch | None:

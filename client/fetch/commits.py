@@ -84,7 +84,7 @@ class OffsetCommits:
                     hint="Leave `position` out: the consumer commits what is finished. Or use run(order='partition').",
                 )
             if delivered and not state.has_delivered(offset):
-                raise OwnershipLost(*tp, reason=f"it had another owner since offset {offset - 1} was delivered")
+                raise OwnershipLost(*tp, reason=f"another owner, or a seek, came after offset {offset - 1}")
             epoch = state.in_flight.batch.epoch if state.in_flight is not None else state.epoch
         return CommitRequest(state.claim, offset, epoch)
 

@@ -229,6 +229,10 @@ class InFlightBatch:
         """The messages that are processed side by side now, the longest first."""
         return []
 
+    def cut(self, offset: int) -> None:
+        """Stops the delivery of messages from `offset` on, because the log has lost them."""
+        self.take_back()
+
     def take_back(self, *, at_once: bool = False) -> None:
         """Stops the delivery of further messages of this batch."""
         self.taken_back = True
@@ -337,10 +341,12 @@ class Inbox:
             if state.in_flight is None:
                 window = open_window(state, state.buffered.popleft(), self._may_deliver)
                 state.in_flight = window
-                window.fill()
+                window.open()
             elif state.in_flight.takes(state.buffered[0]):
                 window = cast("KeyWindow", state.in_flight)
-                window.add(state.buffered.popleft())
+                if not window.add(state.buffered[0]):
+                    continue
+                state.buffered.popleft()
             else:
                 continue
             self._offer(state)
@@ -349,7 +355,7 @@ class Inbox:
 
     def advance(self, window: KeyWindow) -> bool:
         """Drops the finished batches of a window. Returns True if that freed memory. Called under the lock."""
-        freed_bytes = window.batch.drop_before(window.low)
+        freed_bytes = window.drop_finished()
         if window.state.in_flight is not window:  # detached: its bytes do not count any more
             return False
         self._count(window.state, -freed_bytes)
@@ -429,7 +435,9 @@ class Inbox:
         """Drops buffered and in-flight messages from `offset` on, as whole batches, because the log has lost them."""
         with self.lock:
             if state.in_flight is not None and state.in_flight.batch.end_offset > offset:
-                state.in_flight.take_back(at_once=True)
+                state.in_flight.cut(offset)
+                if state.in_flight.is_over:
+                    self.finish(state.in_flight)
             while state.buffered and state.buffered[-1].offset >= offset:
                 self._count(state, -state.buffered.pop().size_bytes)
             if not state.buffered:
@@ -438,8 +446,14 @@ class Inbox:
     def take_back_to(self, state: PartitionState, agreed: int, epoch: int) -> int:
         """Drops the messages from `agreed` on, because the log has others there. Returns the offset to fetch from."""
         with self.lock:
-            goes_on = state.next_offset if state.in_flight is None else state.in_flight.delivered_offset()
-        return self.rewind(state) if goes_on <= agreed else self.rewind(state, agreed, epoch)
+            in_flight = state.in_flight
+            goes_on = state.next_offset if in_flight is None else in_flight.delivered_offset()
+            first_unfinished = None if in_flight is None else in_flight.first_unfinished
+        if goes_on <= agreed:
+            return self.rewind(state)
+        if first_unfinished is not None and first_unfinished < agreed:
+            return self.rewind(state, first_unfinished)
+        return self.rewind(state, agreed, epoch)
 
     def remove(self, state: PartitionState) -> None:
         """Removes a partition that is not assigned any more. Its in-flight messages do not count."""
@@ -504,6 +518,8 @@ class Inbox:
         """Ends the delivery without waiting for handlers. `last_done`: True if their last messages count as done."""
         with self.lock:
             self.stopped = self.closed = True
+            for in_flight in self._detached.values():  # their loops may never release them
+                in_flight.end_processing()
             self._detached.clear()
             states = list(self.states.values())
             self.notify()

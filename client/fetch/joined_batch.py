@@ -43,11 +43,13 @@ class JoinedBatch(MessageBatch[T]):
         """Adds a batch at the end. Columns of the whole must not be used before."""
         self._parts = [*self._parts, part]  # a new list: other threads may read the old one
 
-    def drop_before(self, offset: int) -> int:
-        """Drops the parts that end at or before an offset, except for the last part. Returns their bytes."""
+    def drop_before(self, offset: int) -> Sequence[MessageBatch[T]]:
+        """Drops the parts that end at or before an offset, except for the last part. Returns them."""
+        if self._parts[0].end_offset > offset:  # mostly
+            return ()
         dropped = [part for part in self._parts[:-1] if part.end_offset <= offset]
         self._parts = self._parts[len(dropped) :]
-        return sum(part.size_bytes for part in dropped)
+        return dropped
 
     @property
     def is_rejected(self) -> bool:  # type: ignore[override]

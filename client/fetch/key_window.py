@@ -17,7 +17,8 @@ a window that is never empty uses little memory.
 
 A window that is taken back (its partition is paused, or goes to another member) begins no message above those that it
 has begun. It still processes the ones below, so no finished message is delivered again. If it must stop at once (a
-seek, the end of the lease, an error), it begins nothing more, and all messages from `low` on are delivered again.
+seek, the end of the lease, an error, a message that waits for its next attempt), it begins nothing more, and all
+messages from `low` on are delivered again.
 
 The lock of the inbox guards all of it.
 """
@@ -33,12 +34,18 @@ from typing import TYPE_CHECKING, Any
 
 from metamq.client.fetch.inbox import InFlightBatch, RunningMessage
 from metamq.client.fetch.joined_batch import JoinedBatch
+from metamq.errors import UndecodableBatch
+from metamq.wire.limits import BATCH_BYTES_MAX
 
 if TYPE_CHECKING:
     from metamq.client.fetch.inbox import PartitionState
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.model import Message
     from metamq.client.telemetry import Processing
+
+
+PLAIN_BYTES_MAX = BATCH_BYTES_MAX
+"""The decompressed bytes of a window's batches. One batch is always taken, whatever its size."""
 
 
 class KeyWindow(InFlightBatch):
@@ -64,6 +71,10 @@ class KeyWindow(InFlightBatch):
         self._report = report
         self._reported: list[tuple[range, Processing]] = []
         """The offsets and the telemetry of the batches that are not finished."""
+        self._plain_bytes = batch.plain_bytes
+        self._refuses = False
+        """True if the next batch cannot be decoded: it gets a window of its own, whose error is raised."""
+        self._is_cut = False
         self._limit = inf
         """No message from this offset on is begun."""
         self._resume_offset: int | None = None
@@ -72,29 +83,45 @@ class KeyWindow(InFlightBatch):
         self._running: dict[int, tuple[bytes | None, float]] = {}
         self._keys: dict[bytes, deque[Message[bytes]]] = {}
         """For each key with an unfinished message: the messages that wait behind it."""
-        self._unread: MessageBatch[Any] | None = batch
+        self._first = batch
         self._messages: Iterator[Message[bytes]] = iter(())
 
     def takes(self, batch: MessageBatch[Any]) -> bool:
         """Returns True if the batch may be added now: it is the next one, and there is room."""
         is_next = batch.offset == self.batch.end_offset == self._queued and batch.epoch == self.batch.epoch
-        return is_next and not self.taken_back and self._queued < self.low + self._span
+        has_room = self._queued < self.low + self._span and self._plain_bytes + batch.plain_bytes <= PLAIN_BYTES_MAX
+        return is_next and has_room and not self.taken_back and not self._refuses
 
-    def add(self, batch: MessageBatch[Any]) -> None:
-        """Adds a batch at the end. Raises UndecodableBatch."""
+    def add(self, batch: MessageBatch[Any]) -> bool:
+        """Adds a batch at the end. Returns False if it cannot be decoded: then the window takes no further batch."""
+        try:
+            messages = batch.undecoded_messages()
+        except UndecodableBatch:
+            self._refuses = True
+            return False
         self.batch.add(batch)
-        self._unread = batch
+        self._plain_bytes += batch.plain_bytes
+        self._read(batch, messages)
+        self.fill()
+        return True
+
+    def open(self) -> None:
+        """Starts the messages of the first batch. Raises UndecodableBatch."""
+        first = self._first
+        self._read(first, first.undecoded_messages())
         self.fill()
 
+    def _read(self, batch: MessageBatch[Any], messages: Iterator[Message[bytes]]) -> None:
+        self._messages = messages
+        if (processing := self._report(batch)) is not None:
+            self._reported.append((batch.offsets, processing))
+
     def fill(self) -> None:
-        """Starts the messages for which there is room, as far as they are free. Raises UndecodableBatch."""
-        if self.taken_back:
+        """Starts the messages for which there is room, as far as they are free."""
+        if self.taken_back and not self._is_cut:
             return
-        if self._unread is not None:
-            batch, self._messages, self._unread = self._unread, self._unread.undecoded_messages(), None
-            if (processing := self._report(batch)) is not None:
-                self._reported.append((batch.offsets, processing))
-        for message in islice(self._messages, self.low + self._span - self._queued):
+        end = int(min(self.low + self._span, self._limit, self.batch.end_offset))
+        for message in islice(self._messages, max(end - self._queued, 0)):
             self._queued = message.offset + 1
             if message.key is None:
                 self._start(self, message)
@@ -117,7 +144,7 @@ class KeyWindow(InFlightBatch):
         return True
 
     def end(self, message: Message[bytes], *, done: bool) -> Message[bytes] | None:
-        """Notes the end of a message that was begun. Returns the next message of its key. Raises UndecodableBatch."""
+        """Notes the end of a message that was begun. Returns the next message of its key."""
         del self._running[message.offset]
         if not done:
             self.take_back(at_once=True)
@@ -150,7 +177,18 @@ class KeyWindow(InFlightBatch):
             self._limit = -1
         else:
             self._limit = min(self._limit, self._begun)
-            self._resume_offset = self._begun
+            self._resume_offset, self._is_cut = self._begun, False
+
+    def cut(self, offset: int) -> None:
+        """Begins no message from `offset` on, because the log has lost them; the messages below are processed."""
+        self.taken_back = self._is_cut = True
+        self._limit = min(self._limit, offset)
+
+    def drop_finished(self) -> int:
+        """Drops the batches below `low`. Returns the bytes that they had in the store."""
+        dropped = self.batch.drop_before(self.low)
+        self._plain_bytes -= sum(part.plain_bytes for part in dropped)
+        return sum(part.size_bytes for part in dropped)
 
     @property
     def is_over(self) -> bool:
@@ -184,6 +222,8 @@ class KeyWindow(InFlightBatch):
 
     def resume_offset(self) -> int:
         """Returns the offset of the next message that the inbox has or gets, behind this window."""
+        if self._is_cut:
+            return self.low  # nothing comes but the error about the lost messages
         return self.batch.end_offset if self._resume_offset is None else self._resume_offset
 
     def done_offset(self, *, last_done: bool) -> int:

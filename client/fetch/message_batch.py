@@ -85,6 +85,11 @@ class MessageBatch(Generic[T]):
         """The bytes of the stored batch."""
         return self._header.size
 
+    @property
+    def plain_bytes(self) -> int:
+        """The bytes of the decompressed batch."""
+        return self._header.plain_size
+
     @contextmanager
     def _decoding(self) -> Iterator[None]:
         """Turns CorruptData into UndecodableBatch: the checksums were right, so the producer made the error."""

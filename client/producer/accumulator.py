@@ -393,7 +393,7 @@ class Accumulator:
         sizes = [*map(len, values)]
         if keys is not None:
             sizes = [size + len(key or b"") for size, key in zip(sizes, keys, strict=True)]
-        largest = max(sizes, default=0) + MESSAGE_OVERHEAD_BYTES
+        largest = max(sizes, default=0) + (size_of(b"", None, trace) if trace else MESSAGE_OVERHEAD_BYTES)
         with self.lock:
             buffer = self._with_capacity(topic, largest, bounded=bounded)
             if not values or (partition is None and (keys is None or all(key is None for key in keys))):

@@ -167,8 +167,8 @@ class OutgoingBatch:
         `keep_encoded` is True if the batch must still be sent, see metamq.client.producer.partition_queue.
         """
         assert not self.done
-        if telemetry.current is not None and self.values:  # a placeholder has none
-            telemetry.current.sent(self, base_offset, error)
+        if (reports := telemetry.current) is not None and self.messages:  # a placeholder has none
+            reports.sent(self, base_offset, error)
         self.base_offset = base_offset
         self.end(error)
         if not keep_encoded:

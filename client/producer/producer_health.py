@@ -63,7 +63,7 @@ class Outcomes:
         if batch.error is None:
             self.stored += batch.count
         else:
-            self.failed += batch.count
+            self.failed += batch.count or 1  # at least: messages without a partition do not know their number
             self.last_error = str(batch.error)
 
 

@@ -135,7 +135,11 @@ _FITS: dict[str, Callable[[pa.DataType], bool]] = {
 
 
 def _pieces(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    count = max(rows.num_rows * PIECE_BYTES // max(rows.nbytes, 1), 1)
+    size = rows.nbytes
+    for column in rows.columns:  # a dictionary has each of its entries once, and a message has a copy
+        if pa.types.is_dictionary(column.type) and _is_bytes(column.type.value_type) and len(column.dictionary):
+            size += rows.num_rows * (pc.max(pc.binary_length(column.dictionary.cast(pa.binary()))).as_py() or 0)
+    count = max(rows.num_rows * PIECE_BYTES // max(size, 1), 1)
     for first in range(0, rows.num_rows, count):
         yield rows.slice(first, count)
 

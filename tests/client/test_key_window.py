@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from metamq.client.consumer.key_order import Free, KeyWindows
+from metamq.client.fetch import key_window
 from metamq.client.fetch.inbox import Inbox, InFlightBatch, PartitionState
 from metamq.client.fetch.key_window import KeyWindow
 from metamq.client.fetch.message_batch import MessageBatch
-from metamq.client.model import Message
 from metamq.errors import UndecodableBatch
 from metamq.wire.batch import read_header, stamp
 from metamq.wire.columns import encode
@@ -294,21 +294,73 @@ def test_finished_batches_are_dropped_while_the_window_is_open() -> None:
     assert model.state.done_offset() > 380
 
 
-@pytest.mark.parametrize("before", [0, 4])
-def test_a_batch_that_cannot_be_decoded_is_not_skipped(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def undecodable(_batch: MessageBatch[Any]) -> list[Message[bytes]]:
-        raise UndecodableBatch(*TP, before, before + 4, "keys")
+@pytest.mark.parametrize("before", [0, 6])
+def test_a_batch_that_cannot_be_decoded_is_raised_after_the_messages_before_it(
+    before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = MessageBatch.undecoded_messages
 
+    def undecoded(one: MessageBatch[Any]) -> Any:
+        if one.offset == before:
+            raise UndecodableBatch(*TP, before, before + 4, "keys")
+        return decode(one)
+
+    monkeypatch.setattr(MessageBatch, "undecoded_messages", undecoded)
     model = Model()
     if before:
         model.fetched(before)
-        model.take()
     model.fetched(4)
-    with monkeypatch.context() as patch:
-        patch.setattr(MessageBatch, "undecoded_messages", undecodable)
-        with pytest.raises(UndecodableBatch):
-            model.take()
+    with pytest.raises(UndecodableBatch):
+        model.finish_all()
+    assert model.finished == set(range(before))
     model.stop()
+    assert model.state.done_offset() == model.fetch_offset == before
+
+
+def begun_but_for(offsets: set[int], *, finished: set[int]) -> Model:
+    """A model with 12 fetched messages, of which the first 8 are in the window: running, except for some."""
+    model = Model()
+    model.fetched(12)
+    model.take()
+    for window, message in [*model.free]:
+        if message.offset not in offsets:
+            model.free.remove((window, message))
+            model.begin_free((window, message))
+    while found := [free for free in model.running if free[1].offset in finished]:
+        model.end(model.running.index(found[0]), True)
+    return model
+
+
+def test_unfinished_messages_below_an_accepted_loss_are_delivered_again() -> None:
+    model = begun_but_for(set(), finished=set(range(1, 8)))
     assert model.state.done_offset() == 0
-    assert model.fetch_offset == 0
+    assert model.inbox.take_back_to(model.state, 6, 1) == 0
+    assert model.state.done_offset() == 0
+    model.finished, model.repeated, model.fetch_offset = set(), True, 0
     model.drain()
+
+
+def test_messages_below_an_accepted_loss_are_processed_before_its_error() -> None:
+    model = begun_but_for({0}, finished=set(range(2, 8)))
+    model.inbox.drop_from(model.state, 6)
+    assert model.state.in_flight is not None, "offset 0 is not processed yet"
+    while model.free or model.running:
+        model.begin(0)
+        model.end(0, True)
+    assert model.state.in_flight is None
+    assert model.finished >= set(range(6))
+    assert max(model.finished) < 8
+    assert model.state.done_offset() >= 6
+    assert not model.state.rewinding, "the error about the lost messages stays"
+
+
+def test_a_window_takes_no_more_than_a_batch_of_the_largest_size_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_window, "PLAIN_BYTES_MAX", 3 * batch(0, 1).plain_bytes)
+    model = Model()
+    for _ in range(6):
+        model.fetched(1)
+    for _ in range(6):
+        model.take()
+    assert window_of(model).batch.end_offset == 3
+    model.finish_all()
+    assert model.state.done_offset() == 6
