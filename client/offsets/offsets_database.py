@@ -240,6 +240,7 @@ class _ForLoop(NamedTuple):
 async def _in_own_transaction(database: Database, operation: Callable[[Database], Coroutine[Any, Any, R]]) -> R:
     try:
         try:
+            await database.begin()
             result = await operation(database)
             await database.commit()
         except BaseException:

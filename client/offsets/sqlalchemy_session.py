@@ -39,6 +39,14 @@ class SqlAlchemy(Database):
         statement = text(sql.format(*(f":{name}" for name in named)) if values else sql)
         return await settled(self.connection.execute(statement.execution_options(preserve_rowcount=True), named))
 
+    async def begin(self) -> None:
+        bind = _bind(self.connection)
+        if _is_session(self.connection) and hasattr(bind, "in_transaction") and bind.in_transaction():
+            raise ConfigError(
+                "the Session is bound to a connection that is in a transaction, which may end later than the Session's",
+                hint="Bind the Session to an engine.",
+            )
+
     async def flush(self) -> None:
         if hasattr(self.connection, "flush"):
             await settled(self.connection.flush())

@@ -215,7 +215,10 @@ def _offsets(
     places = {tp: _place(bound, tp, default) for tp in partitions}
     answers = ask_until_answered(view, {tp: (partitions[tp], _question(places[tp])) for tp in partitions}, timeout_s)
     hint = None if may_skip else f"Correct `{name}`; with {SKIP} the nearest offset is used."
-    return {tp: _found(tp, places[tp], answers[tp], hint) for tp in partitions}
+    found = {tp: _found(tp, places[tp], answers[tp], hint) for tp in partitions}
+    if name == "start":  # above the end: perhaps a new master does not show all of its log yet
+        found |= {tp: (place, -1) for tp, place in places.items() if isinstance(place, int) and place > found[tp][0]}
+    return found
 
 
 def _place(bound: Bound, tp: TopicPartition, default: str) -> Place:

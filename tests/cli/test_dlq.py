@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -84,7 +84,9 @@ def test_a_topic_that_is_gone_can_be_replaced(metamq: Metamq, group: str, topic:
 def test_ctrl_c_says_what_is_resent(metamq: Metamq, group: str, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def interrupting(*_arguments: object) -> Iterator[Callable[[int], None]]:
-        yield lambda _number: os.kill(os.getpid(), signal.SIGINT)
+        main = threading.main_thread().ident
+        assert main is not None
+        yield lambda _number: signal.pthread_kill(main, signal.SIGINT)  # which waits, and so is interrupted
 
     monkeypatch.setattr("metamq.tx.app.aio_dead_letters.CHUNK_LETTERS", 1)
     with monkeypatch.context() as patch:

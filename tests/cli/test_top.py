@@ -139,7 +139,8 @@ def test_on_a_terminal_it_ends_by_a_key(
 ) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
-        variables = {"METAMQ_ZOOKEEPER": running.zookeeper, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+        variables = {"METAMQ_ZOOKEEPER": running.zookeeper, "TERM": "xterm", "COLUMNS": "100"}
+        variables["LINES"] = "1000"  # the cluster has topics of other tests
         os.execve(COMMAND[0], [*COMMAND, "top", "--interval", "100ms"], {**unset(os.environ), **variables})
     try:
         written = b""

@@ -449,7 +449,7 @@ def test_what_is_no_connection_no_producer_and_no_function_is_named(producer: Pr
     swapped: Any = producer
     path: Any = "shop.db"
     for wrong, words in (
-        (lambda: dbtx(swapped, connection), "`connection` must be a DB-API connection"),
+        (lambda: dbtx(swapped, connection), "`connection` must be a connection of a DB-API driver"),
         (lambda: dbtx(connection, connection), "`producer` must be a blocking metamq.Producer"),
         (lambda: Recoverer(path), "`connect` must be a function"),
     ):

@@ -130,6 +130,7 @@ class Recoverer:
 
     def _look(self, database: Database) -> Recovered:
         outcomes = self._outcomes
+        self._do(database, database.begin())  # refuses a transaction that its commit() would not end
         identity = self._do(database, outcomes.identity(database))
         self._do(database, database.rollback())
         # Read before the brokers are asked: a later decision may be of a branch that is prepared later, too.
