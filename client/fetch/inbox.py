@@ -518,8 +518,8 @@ class Inbox:
         """Ends the delivery without waiting for handlers. `last_done`: True if their last messages count as done."""
         with self.lock:
             self.stopped = self.closed = True
-            for in_flight in self._detached.values():  # their loops may never release them
-                in_flight.end_processing()
+            for detached in self._detached.values():  # their loops may never release them
+                detached.end_processing()
             self._detached.clear()
             states = list(self.states.values())
             self.notify()

@@ -16,9 +16,9 @@ a crash repeats fewer than `span` messages beyond those that are not committed y
 a window that is never empty uses little memory.
 
 A window that is taken back (its partition is paused, or goes to another member) begins no message above those that it
-has begun. It still processes the ones below, so no finished message is delivered again. If it must stop at once (a
-seek, the end of the lease, an error, a message that waits for its next attempt), it begins nothing more, and all
-messages from `low` on are delivered again.
+has begun. It still processes the ones below, so no finished message is delivered again. A seek, the
+end of the lease, an error, or a message that waits for its next attempt stops it at once: it begins nothing more, and
+all messages from `low` on are delivered again.
 
 The lock of the inbox guards all of it.
 """
