@@ -89,9 +89,13 @@ def test_ctrl_c_says_what_is_resent(metamq: Metamq, group: str, topic: str, monk
         yield lambda _number: signal.pthread_kill(main, signal.SIGINT)  # which waits, and so is interrupted
 
     monkeypatch.setattr("metamq.tx.app.aio_dead_letters.CHUNK_LETTERS", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr("metamq.cli.messages.dlq.progress_bar", interrupting)
-        ended = metamq("dlq", "resend", group, "--yes")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("metamq.cli.messages.dlq.progress_bar", interrupting)
+            ended = metamq("dlq", "resend", group, "--yes")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.status == 130
     assert re.search(f"Stopped: [12] of 2 dead letters of {group} are resent. Repeat the command for", ended.talk)
     assert metamq("dlq", "resend", group, "--yes").status == 0
