@@ -60,8 +60,10 @@ class Globals:
         return self._file(self.choice())
 
     def _file(self, choice: Choice) -> str | None:
-        named, variable = choice.cluster.config, os.environ.get(CONFIG_FILE_VARIABLE)
-        return self.config or (named or variable if choice.is_explicit else variable or named) or None
+        if choice.name is None:
+            return self.config or os.environ.get(CONFIG_FILE_VARIABLE) or None
+        # A context without a file has none: METAMQ_CONFIG may have the certificates of another cluster.
+        return self.config or choice.cluster.config or os.devnull
 
     def client(self) -> dict[str, Any]:
         """Returns the arguments of a Producer, Consumer or Admin. Raises the errors of look_for_cluster()."""

@@ -51,8 +51,6 @@ class Choice(NamedTuple):
     name: str | None
     cluster: NamedCluster
     source: str
-    is_explicit: bool = False
-    """True for --context, which comes before the variables."""
 
 
 @dataclass(slots=True)
@@ -82,7 +80,7 @@ def read_contexts() -> Contexts:
     file = contexts_file()
     try:
         return _contexts(tomllib.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Contexts()
     except OSError as error:
         raise ConfigError(f"cannot read the contexts in {file}: {error.strerror}") from error
@@ -100,6 +98,8 @@ def _contexts(document: dict[str, Any]) -> Contexts:
 
 
 def _cluster(name: str, values: Any) -> NamedCluster:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a name for a context: use letters, digits, '-' and '_'")
     if not isinstance(values, dict):
         raise ValueError(f"`contexts.{name}` must be a table")
     for key, value in values.items():
@@ -108,11 +108,16 @@ def _cluster(name: str, values: Any) -> NamedCluster:
     return NamedCluster(**values)
 
 
+def _quoted(text: str) -> str:
+    """Returns a TOML string. JSON's escapes of characters above U+FFFF are none of TOML's."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def write_contexts(contexts: Contexts) -> None:
     """Replaces the file. Raises OSError."""
-    lines = ["# `metamq context` writes this file.", f"current = {json.dumps(contexts.current)}"]
+    lines = ["# `metamq context` writes this file.", f"current = {_quoted(contexts.current)}"]
     for name, cluster in sorted(contexts.named.items()):
-        values = [f"{key} = {json.dumps(value)}" for key, value in asdict(cluster).items() if value]
+        values = [f"{key} = {_quoted(value)}" for key, value in asdict(cluster).items() if value]
         lines += ["", f"[contexts.{name}]", *values]
     make_folder(contexts_file().parent)
     replace_file(contexts_file(), "\n".join([*lines, ""]).encode(), OWNER_MODE)
@@ -136,7 +141,7 @@ def choose(zookeeper: str | None, context: str | None, config: str | None, *, im
     if zookeeper:
         return Choice(None, none, "--zookeeper")
     if context:
-        return Choice(context, read_contexts().get(context, "--context"), "--context", is_explicit=True)
+        return Choice(context, read_contexts().get(context, "--context"), "--context")
     if os.environ.get(ZOOKEEPER_VARIABLE):
         return Choice(None, none, ZOOKEEPER_VARIABLE)
     if read_file(config).get("zookeeper"):

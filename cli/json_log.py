@@ -22,12 +22,12 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
+            **{name: value for name, value in record.__dict__.items() if name not in _KNOWN},
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
             **self._fields,
-            **{name: value for name, value in record.__dict__.items() if name not in _KNOWN},
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)

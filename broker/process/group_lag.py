@@ -84,6 +84,8 @@ class GroupLagReader:
                     self._log_once.worked("the lags of groups are read again")
                 except MetamqError as error:
                     self._log_once.failed("the lags of groups are not read now", error)
+                except Exception:  # figures must not end a broker
+                    log.exception("the lags of groups cannot be read")
             else:
                 self.last = None
             await asyncio.sleep(self._config.group_lag_s)

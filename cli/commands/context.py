@@ -142,7 +142,7 @@ def show(output: str) -> None:
         "chosen_by": choice.source,
         "zookeeper": access.zookeeper,
         "root": access.root,
-        "config": None if config is None else str(Path(config)),
+        "config": None if config in (None, os.devnull) else str(Path(str(config))),
         "tls": access.security.is_on,
         "contexts_file": str(contexts_file()),
     }

@@ -265,7 +265,7 @@ def _replicas(
     signals: StopSignals,
 ) -> Iterator[Replicas]:
     given = current()
-    replicas = Replicas(zookeeper, given.access().root, given.config, is_auto=not settings.failover)
+    replicas = Replicas(zookeeper, given.access(implicit=False).root, given.config, is_auto=not settings.failover)
     try:
         replicas.start(_places(folder, slaves, *ports), folder, lock)
         replicas.wait_ready(signals.check)

@@ -137,6 +137,8 @@ def consume(
             "a group begins at its committed offsets, and reads all partitions without an end: set the offsets with "
             "`metamq group reset`, or omit --group"
         )
+    if group is not None and (key is not None or headers or conditions):
+        raise click.UsageError("a group would commit the messages that the filters leave out: omit --group")
     check_range(place, until)
     render = {"text": template, "json": as_json, "raw": as_raw}[output]
     with contextlib.suppress(KeyboardInterrupt):

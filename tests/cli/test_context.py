@@ -109,6 +109,7 @@ def test_what_is_wrong_is_named(offline: Metamq, arguments: list[str], words: st
         "[contexts]\na = 1",
         '[contexts.a]\npassword = "x"',
         "[contexts.a]\nroot = 1",
+        '[contexts."eu.prod"]\nzookeeper = "a:1"',
     ],
 )
 def test_a_damaged_file_is_named(offline: Metamq, text: str) -> None:
@@ -123,3 +124,22 @@ def test_names(offline: Metamq) -> None:
     ended = offline("context", "add", "a.b", "--zookeeper", "a:1")
     assert (ended.status, "is not a name for a context" in ended.talk) == (2, True)
     assert offline("context", "use").status == 2
+
+
+def test_a_context_does_not_take_the_settings_file_of_the_variable(
+    offline: Metamq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have the certificates and the user of another cluster."""
+    offline("context", "add", "test", "--zookeeper", "test:1")
+    file = tmp_path / "prod.toml"
+    file.write_text('[security]\nca = "prod-ca.crt"\n')
+    monkeypatch.setenv("METAMQ_CONFIG", str(file))
+    found = offline("context", "show", "--context", "test", "-o", "json").json
+    assert (found["config"], found["tls"]) == (None, False)
+
+
+def test_any_path_is_written_so_that_it_can_be_read(offline: Metamq, tmp_path: Path) -> None:
+    file = tmp_path / "\N{GRINNING FACE}é.toml"
+    file.write_text('root = "/x"\n')
+    assert offline("context", "add", "odd", "--zookeeper", "a:1", "--config", str(file)).status == 0
+    assert offline("context", "show", "--context", "odd", "-o", "json").json["config"] == str(file)

@@ -361,3 +361,9 @@ def test_a_reader_that_leaves_early_commits_no_more_than_it_got(process: Start, 
     assert child.wait(60) == 0
     committed = metamq("group", "describe", topic, "-o", "json").json[0]["partitions"][0]["committed"]
     assert committed is None or committed < 20_001
+
+
+def test_a_group_takes_no_filter(offline: Metamq) -> None:
+    for options in (("--key", "x"), ("--header", "a"), ("--where", ".a == 1")):
+        ended = offline("consume", "t", "--group", "g", *options)
+        assert (ended.status, "would commit the messages that the filters leave out" in ended.talk) == (2, True)
