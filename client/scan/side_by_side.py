@@ -1,8 +1,8 @@
 """Reads ranges side by side, ahead of the caller: a few threads, each with one range at a time.
 
-A thread waits while the batches that nobody has taken have LOOK_AHEAD_BYTES. So a scan needs the same memory for every
-topic, and the rows of a partition come in the order of their offsets. The threads begin with the first batch that is
-wanted, and end with the iterator.
+A thread waits while LOOK_AHEAD_BYTES of batches are ready for the caller. So the memory of a scan does not depend on
+the size of the topic, and the rows of a partition come in the order of their offsets. The threads begin with the first
+batch that is wanted, and end with the iterator.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Reading:
                 for batch in ArrowBatches(task.wanted, self._schema).of(fetch(task)):
                     if not self._put(batch):
                         return
-        except BaseException as error:  # also a bug in metamq: otherwise the caller would take the end for the end
+        except BaseException as error:  # also a bug in metamq: otherwise the caller would take the error for the end
             self._ended(error)
         else:
             self._ended(None)
