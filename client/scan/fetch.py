@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -83,19 +84,21 @@ class FetchTask(NamedTuple):
     """The setting that continues without lost messages, for errors."""
 
 
-def fetch(task: FetchTask) -> Iterator[Chunk]:
+def fetch(task: FetchTask, stopped: threading.Event | None = None) -> Iterator[Chunk]:
     """Yields the range's batches, with verified checksums; the first and the last may have messages outside of it.
 
+    Ends early after another thread has set `stopped`: at once in a pause, else after the present request.
     Raises OffsetOutOfRange, TopicNotFound and CorruptData for lost messages; the last error after the time-out.
     """
-    return Fetching(task).chunks()
+    return Fetching(task, stopped).chunks()
 
 
 class Fetching:
     """The fetch of one range."""
 
-    def __init__(self, task: FetchTask) -> None:
+    def __init__(self, task: FetchTask, stopped: threading.Event | None = None) -> None:
         self._task = task
+        self._stopped = stopped or threading.Event()
         self._wanted = task.wanted
         self._broker_id, _index = parse_partition(task.wanted.tp.partition)
         self._offset = task.wanted.start
@@ -128,7 +131,7 @@ class Fetching:
         """Yields the batches; see fetch()."""
         try:
             self._made_progress()
-            while self._offset < self._wanted.end:
+            while self._offset < self._wanted.end and not self._stopped.is_set():
                 chunk = self._next_chunk()
                 if chunk:
                     yield chunk
@@ -403,7 +406,7 @@ class Fetching:
         # After a broken connection, or damage, another replica may answer, so not every task has to ask ZooKeeper.
         self._may_have_moved = self._delay_s > 0 or not isinstance(error, ConnectError | CorruptData)
         self._delay_s = min(max(self._delay_s * 2, DELAY_FIRST_S), DELAY_MAX_S)
-        time.sleep(self._delay_s * random.uniform(0.8, 1.2))
+        self._stopped.wait(self._delay_s * random.uniform(0.8, 1.2))
 
     def _lost(self, error: MetamqError, go_on_at: int) -> None:
         """Raises the error, or skips the lost messages."""

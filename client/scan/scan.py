@@ -9,6 +9,7 @@ Only masters say where a range ends: a slave may have less, and the scan would e
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,7 +68,8 @@ def scan(
     columns:      some of topic, partition, offset, key, value, headers, timestamp, in any order; the default is all.
                   The others are not decoded.
     on_data_loss: the action if retention removed messages of the table: "fail" raises OffsetOutOfRange, "earliest"
-                  continues with the first message that is left, with a warning.
+                  continues with the first message that is left, with a warning. After an unclean failover it leaves out
+                  the rest of that partition: messages that took the place of lost ones are newer than the scan.
     read_from:    the replicas to read, as in a Consumer. The end always comes from masters.
     timeout_s:    seconds for which the scan waits for a broker that does not answer. Then it raises the broker's error.
 
@@ -83,14 +85,15 @@ def scan(
     _check_choice("read_from", read_from, ("any", "master"))
     check_seconds("timeout_s", timeout_s, optional=False)
     access = cluster_access(zookeeper, root, config, security)
+    deadline = time.monotonic() + timeout_s
     may_skip, with_slaves = on_data_loss == "earliest", read_from == "any"
     with ClusterView(access) as view:
         partitions: Topics = {}
         for name in names:
             found = view.topic(name)
             partitions |= dict.fromkeys(found.topic_partitions, found.id)
-        starts = _offsets(view, partitions, "start", start, "earliest", timeout_s, may_skip=may_skip)
-        ends = _offsets(view, partitions, "end", end, "latest", timeout_s, may_skip=may_skip)
+        starts = _offsets(view, partitions, "start", start, "earliest", deadline, may_skip=may_skip)
+        ends = _offsets(view, partitions, "end", end, "latest", deadline, may_skip=may_skip)
         replicas = view.replicas(partitions, with_slaves=with_slaves)
     tasks = [
         FetchTask(
@@ -171,7 +174,7 @@ def _schema(columns: Collection[str] | None) -> pa.Schema:
 
 
 def _topic_names(topics: str | Collection[str]) -> list[str]:
-    if not isinstance(topics, str | Collection):
+    if not isinstance(topics, str | Collection) or isinstance(topics, bytes | bytearray):
         raise wrong_type("`topics`", "a name or a list of names", topics)
     names = [topics] if isinstance(topics, str) else list(dict.fromkeys(topics))
     if not names:
@@ -202,7 +205,7 @@ def _offsets(
     name: str,
     bound: Bound,
     default: Literal["earliest", "latest"],
-    timeout_s: float,
+    deadline: float,
     *,
     may_skip: bool,
 ) -> dict[TopicPartition, tuple[int, int]]:
@@ -213,7 +216,8 @@ def _offsets(
                 known = tuple(one.partition for one in partitions if one.topic == tp.topic)
                 raise PartitionNotFound(tp.topic, tp.partition, known)
     places = {tp: _place(bound, tp, default) for tp in partitions}
-    answers = ask_until_answered(view, {tp: (partitions[tp], _question(places[tp])) for tp in partitions}, timeout_s)
+    questions = {tp: (partitions[tp], _question(places[tp])) for tp in partitions}
+    answers = ask_until_answered(view, questions, max(deadline - time.monotonic(), 0.0))
     hint = None if may_skip else f"Correct `{name}`; with {SKIP} the nearest offset is used."
     found = {tp: _found(tp, places[tp], answers[tp], hint) for tp in partitions}
     if name == "start":  # above the end: perhaps a new master does not show all of its log yet

@@ -45,7 +45,7 @@ class _Reading:
         self._ready_bytes = 0
         self._running = 0
         self._error: BaseException | None = None
-        self._is_over = False
+        self._is_over = threading.Event()
         self._changed = threading.Condition()
 
     def start(self, count: int) -> None:
@@ -61,9 +61,9 @@ class _Reading:
                 raise
 
     def stop(self) -> None:
-        """Makes the threads end. Does not wait for them: one may wait for a broker."""
+        """Makes the threads end. Does not wait for them: one may wait for a broker's answer."""
         with self._changed:
-            self._is_over = True
+            self._is_over.set()
             self._ready.clear()
             self._changed.notify_all()
 
@@ -83,7 +83,7 @@ class _Reading:
     def _run(self) -> None:
         try:
             while (task := self._next()) is not None:
-                for batch in ArrowBatches(task.wanted, self._schema).of(fetch(task)):
+                for batch in ArrowBatches(task.wanted, self._schema).of(fetch(task, self._is_over)):
                     if not self._put(batch):
                         return
         except BaseException as error:  # also a bug in metamq: otherwise the caller would take the error for the end
@@ -93,22 +93,22 @@ class _Reading:
 
     def _next(self) -> FetchTask | None:
         with self._changed:
-            return self._left.popleft() if self._left and not self._is_over else None
+            return self._left.popleft() if self._left and not self._is_over.is_set() else None
 
     def _put(self, batch: pa.RecordBatch) -> bool:
         """Passes a batch to the caller. Returns False if the caller wants no more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._ready_bytes < LOOK_AHEAD_BYTES)
-            if not self._is_over:
+            self._changed.wait_for(lambda: self._is_over.is_set() or self._ready_bytes < LOOK_AHEAD_BYTES)
+            if not self._is_over.is_set():
                 self._ready.append(batch)
                 self._ready_bytes += batch.nbytes
                 self._changed.notify_all()
-            return not self._is_over
+            return not self._is_over.is_set()
 
     def _ended(self, error: BaseException | None) -> None:
         with self._changed:
             self._running -= 1
             if error is not None:
                 self._error = self._error or error
-                self._is_over = True
+                self._is_over.set()
             self._changed.notify_all()

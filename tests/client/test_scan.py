@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -284,6 +285,42 @@ def test_a_broker_that_is_killed_meanwhile_is_waited_for(
     assert sorted(found) == sorted(numbered(40_000, 0, 1000))
 
 
+def test_a_scan_that_is_left_while_a_broker_is_away_leaves_no_thread(
+    own: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own.create_topic("t", partitions=2)
+    with own.producer() as producer:
+        for first in range(0, 40_000, 2000):
+            producer.send_many("t", numbered(2000, first, 1000))
+    monkeypatch.setattr(side_by_side, "LOOK_AHEAD_BYTES", 2_000_000)
+    caplog.set_level("INFO", "metamq.client")
+    table = through_the_broker(metamq.scan("t", zookeeper=own.zookeeper, timeout_s=3600))
+    reading = side_by_side._Reading(table._tasks, table.schema)
+    reading.start(2)
+    reading.take()
+    own.broker.kill()
+    while "is tried again" not in caplog.text:
+        if reading._ready:
+            reading.take()
+    reading.stop()
+    wait_until(lambda: not scanning(), what="the end of the threads")
+
+
+def test_one_time_out_is_for_the_start_and_the_end(own: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.create_topic("t", partitions=1)
+    granted: list[float] = []
+    ask = metamq.client.scan.scan.ask_until_answered
+
+    def slow(view: Any, questions: Any, timeout_s: float) -> Any:
+        granted.append(timeout_s)
+        time.sleep(0.2)
+        return ask(view, questions, timeout_s)
+
+    monkeypatch.setattr("metamq.client.scan.scan.ask_until_answered", slow)
+    metamq.scan("t", zookeeper=own.zookeeper, timeout_s=30)
+    assert granted[1] <= granted[0] - 0.2
+
+
 def test_a_broker_that_stays_away_is_an_error_and_never_the_end(own: Cluster) -> None:
     own.create_topic("t", partitions=2)
     with own.producer() as producer:
@@ -371,7 +408,7 @@ def test_wrong_arguments(shop: Shop, options: dict[str, Any], error: type[Except
 
 
 def test_wrong_topics(shop: Shop) -> None:
-    for topics, error in (("nowhere", TopicNotFound), ([], ConfigError), (7, WrongType), ("a b", ConfigError)):
+    for topics, error in (("nowhere", TopicNotFound), ([], ConfigError), ("a b", ConfigError), (7, WrongType), (b"t", WrongType)):
         with pytest.raises(error):
             scan(shop, topics)
 
