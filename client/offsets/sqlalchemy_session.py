@@ -40,6 +40,14 @@ class SqlAlchemy(Database):
         return await settled(self.connection.execute(statement.execution_options(preserve_rowcount=True), named))
 
     async def begin(self) -> None:
+        given = self.connection
+        own = getattr(given, "sync_session", None) or getattr(given, "sync_connection", None) or given
+        if getattr(own, "_trans_context_manager", None) is not None:
+            kind = type(own).__name__
+            raise ConfigError(
+                f"the {kind} is in a `with ....begin()`, which lasts longer than the transaction of this block",
+                hint=f"Leave out the outer `begin()`: the block begins and commits the {kind}'s transaction.",
+            )
         bind = _bind(self.connection)
         if _is_session(self.connection) and hasattr(bind, "in_transaction") and bind.in_transaction():
             raise ConfigError(

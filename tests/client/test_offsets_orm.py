@@ -98,7 +98,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blockin
 
 def test_results_and_offsets_are_stored_together(shop: Shop, group: str, database: Blocking) -> None:
     topic = shop.topic()
-    for start in range(2):  # a second consumer goes on where the first one was
+    for start in range(2):  # a second consumer continues where the first one ended
         shop.numbers(topic, 3, 3 * start)
         offsets = DatabaseOffsets(database.connect)
         with shop.consumer(topic, group, offsets=offsets, auto_commit=False, idle_timeout_s=0.5) as consumer:

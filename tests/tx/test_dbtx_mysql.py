@@ -135,6 +135,26 @@ def test_a_recoverer_waits_for_nobody_and_fences_who_is_late(
     assert rows(connect) == messages(running, topic) == [b"decided"]
 
 
+@pytest.mark.parametrize("level", ["READ UNCOMMITTED", "READ COMMITTED", "REPEATABLE READ"])
+def test_a_recoverer_believes_no_decision_before_its_commit(
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any, connect: Connect, level: str
+) -> None:
+    """The application dies after its decision, and before the commit."""
+
+    def at_this_level() -> Any:
+        connection = connect()
+        connection.execute(f"SET SESSION TRANSACTION ISOLATION LEVEL {level}")
+        connection.commit()
+        return connection
+
+    decide(left_prepared(database, producer, topic, b"not committed"))
+    with Recoverer(at_this_level, running.zookeeper, grace_s=0) as recoverer:
+        assert recoverer.run_once() == Recovered(0, 0, 1)
+        database.rollback()
+        assert recoverer.run_once() == Recovered(0, 1, 0)
+    assert rows(connect) == messages(running, topic) == []
+
+
 def test_names_that_differ_in_their_case_are_two(database: Any) -> None:
     found = database_of(database)
     create_outcome_table(database, "of_names")

@@ -178,6 +178,32 @@ def test_the_data_manager_takes_a_session(
     assert rows(engine) == messages(running, topic) == [b"0"]
 
 
+def test_a_transaction_of_the_application_around_the_block_is_refused(
+    running: Cluster, topic: str, producer: Producer[bytes], engine: sqlalchemy.Engine
+) -> None:
+    refused = pytest.raises(ConfigError, match=r"in a `with \.\.\.\.begin\(\)`.*Leave out the outer")
+    with orm.Session(engine) as session:
+        for around in (session.begin, session.begin_nested):
+            with refused, around():
+                session.add(Order(body=b"before"))
+                dbtx(session, producer).__enter__()
+        with refused, engine.begin() as connection:
+            dbtx(connection, producer).__enter__()
+        with session.begin_nested():
+            session.add(Order(body=b"0"))
+        with dbtx(session, producer) as tx:  # a savepoint that has ended is no obstacle
+            tx.send(topic, b"0")
+    assert rows(engine) == messages(running, topic) == [b"0"]
+
+
+def test_blocks_of_one_connection_cannot_be_nested_by_two_objects(
+    topic: str, producer: Producer[bytes], engine: sqlalchemy.Engine
+) -> None:
+    with orm.Session(engine) as session, dbtx(session, producer):  # noqa: SIM117
+        with pytest.raises(BranchMisuse, match="in a dbtx already"):
+            dbtx(session.connection(), producer).__enter__()
+
+
 # -- asyncio ----------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +268,9 @@ def test_asyncio_both_happen_or_neither(running: Cluster, topic: str, made: Made
             async with made().connect() as connection, metamq.tx.aio.dbtx(connection, producer) as tx:
                 await connection.execute(sqlalchemy.insert(Order).values(body=b"4"))
                 await tx.send(topic, b"4")
+            with pytest.raises(ConfigError, match="Leave out the outer"):
+                async with session.begin():
+                    await metamq.tx.aio.dbtx(session, producer).__aenter__()
             at_once = made().execution_options(isolation_level="AUTOCOMMIT")
             async with AsyncSession(at_once) as other:
                 with pytest.raises(ConfigError, match="autocommit"):
@@ -270,7 +299,7 @@ def test_asyncio_a_block_that_is_cancelled_as_it_ends(
                     cancelled_at(step, behind, tx, patch)
                     with pytest.raises(asyncio.CancelledError):
                         await asyncio.create_task(transact())
-                async with metamq.tx.aio.dbtx(session, producer) as tx:  # the Session goes on
+                async with metamq.tx.aio.dbtx(session, producer) as tx:  # the Session can be used again
                     session.add(Order(body=b"next-%d" % behind))
                     await tx.send(topic, b"next-%d" % behind)
 

@@ -71,6 +71,8 @@ class DatabaseBlock(ABC):
         self._timeout_s = timeout_s
         self._work: GlobalTransaction | None = None
         self._mark = 0
+        self._driver: object = None
+        """The driver's connection. Several objects of SQLAlchemy may share one."""
 
     @abstractmethod
     async def _at_brokers(self, work: Coroutine[Any, Any, T]) -> T:
@@ -85,7 +87,8 @@ class DatabaseBlock(ABC):
         producer, database = self._producer, self._database
         producer._check_usable()
         await database.check_transactional()
-        other = _last.get(id(database.connection))
+        self._driver = await database.driver()
+        other = _last.get(id(self._driver))
         if other is not None and other._work is not None:
             raise BranchMisuse("(none)", XACode.PROTO, "the connection is in a dbtx already, and they cannot be nested")
         try:
@@ -94,7 +97,7 @@ class DatabaseBlock(ABC):
             if database.began or isinstance(error, ConfigError):  # this connection must be able to create the table
                 await database.rollback()
             raise
-        _last[id(database.connection)] = self
+        _last[id(self._driver)] = self
         self._work = GlobalTransaction(
             producer._core.cluster, Staging(routes_of(producer._core)), identity + secrets.token_bytes(16),
             branch_timeout_s=self._timeout_s, answer_s=ANSWER_S,

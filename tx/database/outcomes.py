@@ -142,7 +142,7 @@ class OutcomeTable:
     async def decide(self, database: Database, gtrid: bytes) -> str | None:
         """Returns the outcome. Decides `abort` if there was none. None: the outcome is unknown now. Commits."""
         key = gtrid.hex()
-        known = await self._read(database, key)
+        known = await self._committed(database, key)
         if known is None:
             try:
                 if database.dialect == POSTGRESQL:
@@ -153,7 +153,7 @@ class OutcomeTable:
                 await database.commit()
             except Exception:  # the key is there now, or another process is inserting it, or the database is busy
                 await database.rollback()
-            known = await self._read(database, key)
+            known = await self._committed(database, key)
         await database.rollback()
         return known
 
@@ -170,8 +170,12 @@ class OutcomeTable:
             await database.change(f"DELETE FROM {self.name} WHERE gtrid = {{}}", (gtrid.hex(),))
         await database.commit()
 
-    async def _read(self, database: Database, key: str) -> str | None:
-        row = await self._row(database, key, "outcome")
+    async def _committed(self, database: Database, key: str) -> str | None:
+        """Returns an outcome that is committed: at READ UNCOMMITTED, MySQL also reads others, unless it locks them."""
+        return await self._read(database, key, "FOR UPDATE SKIP LOCKED" if database.dialect == MYSQL else "")
+
+    async def _read(self, database: Database, key: str, lock: str = "") -> str | None:
+        row = await self._row(database, key, "outcome", lock)
         return row[0] if row is not None else None
 
     async def _row(self, database: Database, key: str, columns: str, lock: str = "") -> Any:
