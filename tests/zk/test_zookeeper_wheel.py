@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from metamq.zk.server.jars import PINNED, ZOOKEEPER_VERSION
+from metamq.errors import CorruptData
+from metamq.zk.server.jars import PINNED, ZOOKEEPER_VERSION, check_jars
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = ROOT / "packages" / "zookeeper"
@@ -51,6 +53,15 @@ def test_its_version_is_that_of_the_pinned_jars() -> None:
     assert project["version"] == ZOOKEEPER_VERSION
 
 
+def test_jars_of_another_origin_go_into_no_wheel(tmp_path: Path) -> None:
+    with pytest.raises(CorruptData, match=f"{PINNED[0].file_name} is damaged: it is missing, or is not the pinned"):
+        check_jars([])
+    other = tmp_path / PINNED[0].file_name
+    other.write_bytes(b"other")
+    with pytest.raises(CorruptData, match=re.escape(str(other))):
+        check_jars([other])
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_with_the_package_a_cluster_starts_without_a_network(site: Path) -> None:
@@ -67,6 +78,7 @@ def test_a_damaged_jar_is_not_used(site: Path) -> None:
     jar.write_bytes(content[:-1])
     run = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=200, check=False)
     jar.write_bytes(content)
+    assert f"metamq-zookeeper is not used: {jar} is missing, or is another version" in run.stderr
     assert "the jars of ZooKeeper are not here" in run.stderr
 
 

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import http.client
 import importlib.util
+import logging
 import os
 import tempfile
 import urllib.error
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from metamq.errors import ConfigError, CorruptData
+
+log = logging.getLogger("metamq.zk")
 
 ZOOKEEPER_VERSION = "3.9.6"
 NETTY_VERSION = "4.1.140.Final"
@@ -192,8 +195,16 @@ def find_jars(progress: Progress | None = None, *, secure: bool = False) -> list
         return _jars_of_setting(Path(setting), secure=secure)
     wanted = PINNED if secure else (*JARS, LOGGING_JAR)
     installed = installed_folder()
-    if installed is not None and all(_intact(installed / jar.file_name, jar) for jar in wanted):
-        return [installed / jar.file_name for jar in wanted]
+    if installed is not None:
+        paths = [installed / jar.file_name for jar in wanted]
+        other = next((path for path, jar in zip(paths, wanted, strict=True) if not _intact(path, jar)), None)
+        if other is None:
+            return paths
+        log.warning(
+            "the package metamq-zookeeper is not used: %s is missing, or is another version. Install it again: "
+            "pip install --force-reinstall metamq-zookeeper==%s",
+            other, ZOOKEEPER_VERSION,
+        )  # fmt: skip
     cache = cache_folder()
     return [fetched(jar, cache, progress) for jar in wanted]
 
@@ -211,10 +222,12 @@ def installed_folder() -> Path | None:
 
 
 def check_jars(paths: Sequence[Path]) -> None:
-    """Raises CorruptData unless these are the pinned jars, in the order of PINNED."""
-    for path, jar in zip(paths, PINNED, strict=True):
+    """Raises CorruptData unless these are the pinned jars."""
+    by_name = {path.name: path for path in paths}
+    for jar in PINNED:
+        path = by_name.get(jar.file_name, Path(jar.file_name))
         if not _intact(path, jar):
-            raise CorruptData(str(path), f"it is not the pinned {jar.file_name}", hint=_WAYS)
+            raise CorruptData(str(path), f"it is missing, or is not the pinned {jar.file_name}", hint=_WAYS)
 
 
 def jars_in_folder(folder: Path, *, secure: bool = False) -> tuple[list[Path], list[str]]:
