@@ -7,7 +7,8 @@ from metamq.client.net.branches import BranchDescription
 from metamq.tx.app.resource import TM, Vote
 from metamq.tx.app.transactions import RecoveredXid
 from metamq.tx.app.xa_resource import XAResource
-from metamq.tx.database.coordinator import Coordinator, Settled
+from metamq.tx.database.coordinator import Coordinator
+from metamq.tx.database.coordinator_core import Settled
 from metamq.tx.database.dbtx import create_outcome_table, dbtx
 from metamq.tx.database.manager import join_transaction
 from metamq.tx.database.recoverer import Recovered, Recoverer

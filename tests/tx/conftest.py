@@ -17,8 +17,9 @@ from metamq.testing import Cluster
 from metamq.tx import XAResource, create_outcome_table
 from tests.one_zookeeper import cluster
 from tests.parts import read_to_end, until_answered, wait_until
-from tests.postgres import new_schema
+from tests.postgres import new_schema, running_postgres
 from tests.tx.databases import Connect, is_postgres
+from tests.tx.two_databases import Databases
 
 
 class Shop:
@@ -114,3 +115,17 @@ def database(connect: Connect) -> Iterator[Any]:
     connection = connect()
     yield connection
     connection.close()
+
+
+@pytest.fixture(scope="module")
+def database_pair() -> Iterator[Databases]:
+    """Two databases that take part in two-phase commits."""
+    with running_postgres("-c max_prepared_transactions=20") as server:
+        yield Databases(server)
+
+
+@pytest.fixture
+def databases(database_pair: Databases) -> Databases:
+    """The two databases, empty."""
+    database_pair.empty()
+    return database_pair

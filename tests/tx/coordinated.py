@@ -5,6 +5,7 @@ The point "threads": many threads commit side by side, and say what is committed
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -15,10 +16,11 @@ from typing import Any
 
 import psycopg
 
-from metamq import Producer
+import metamq.tx.aio
+from metamq import Producer, aio
 from metamq.errors import RolledBack
 from metamq.tx import Coordinator
-from metamq.tx.database import coordinator
+from metamq.tx.database.coordinator_core import BaseCoordinator, Part
 from metamq.tx.database.decision_log import DecisionLog
 
 THREADS = 8
@@ -32,38 +34,38 @@ def die_at(point: str) -> None:
     """Before or behind the prepare of each resource, the decision, the commit of each."""
     when, what, name = point.split("-")
     if what == "decide":
-        decide = DecisionLog.commit
+        write, flush = DecisionLog.write, DecisionLog.flush
 
-        def deciding(self: DecisionLog, *arguments: Any) -> None:
-            if when == "before":
-                die()
-            decide(self, *arguments)
+        def writing(self: DecisionLog, gtrid: str, names: tuple[str, ...]) -> None:
+            if when == "behind":
+                write(self, gtrid, names)
+                flush(self, gtrid)
             die()
 
-        DecisionLog.commit = deciding  # type: ignore[method-assign]
+        DecisionLog.write = writing  # type: ignore[method-assign]
     elif what == "prepare":
-        prepare = coordinator._Part.prepare
+        prepare = Part.prepare
 
-        def preparing(self: Any) -> bool:
+        async def preparing(self: Part) -> bool:
             if self.name != name:
-                return prepare(self)
+                return await prepare(self)
             if when == "behind":
-                prepare(self)
+                await prepare(self)
             die()
             return False
 
-        coordinator._Part.prepare = preparing  # type: ignore[method-assign]
+        Part.prepare = preparing  # type: ignore[method-assign]
     else:
-        tell = Coordinator._commit_parts
+        tell = BaseCoordinator._commit_parts
 
-        def telling(self: Coordinator, gtrid: str, parts: list[Any]) -> None:
+        async def telling(self: BaseCoordinator, gtrid: str, parts: list[Part]) -> None:
             at = [part.name for part in parts].index(name) + (when == "behind")
             for part in parts[:at]:
-                part.connection.tpc_commit()
+                await part.commit()
             die()
-            tell(self, gtrid, parts)
+            await tell(self, gtrid, parts)
 
-        Coordinator._commit_parts = telling  # type: ignore[method-assign]
+        BaseCoordinator._commit_parts = telling  # type: ignore[method-assign]
 
 
 def commit_until_killed(made: Coordinator, topic: str, name: str) -> None:
@@ -85,8 +87,35 @@ def work(tx: Any, topic: str, body: str) -> None:
     tx["b"].execute("INSERT INTO orders VALUES (%s)", (body,))
 
 
+async def aio_main(zookeeper: str, dsn: str, folder: str, topic: str, body: str, point: str) -> None:
+    """One transaction in asyncio."""
+    async with aio.Producer[bytes](zookeeper) as producer:
+        resources = {
+            "a": lambda: psycopg.AsyncConnection.connect(f"{dsn} dbname=a"),
+            "queue": producer,
+            "b": lambda: psycopg.AsyncConnection.connect(f"{dsn} dbname=b"),
+        }
+        async with metamq.tx.aio.Coordinator(folder, resources) as made:
+            if point != "-":
+                die_at(point)
+            async with made.begin() as tx:
+                await aio_work(tx, topic, body)
+
+
+async def aio_work(tx: Any, topic: str, body: str) -> None:
+    """One transaction."""
+    await (await tx["a"]).execute("INSERT INTO orders VALUES (%s)", (body,))
+    queue = await tx["queue"]
+    queue.send(topic, body.encode(), partition="0-0")
+    queue.send(topic, body.encode(), partition="1-0")
+    await (await tx["b"]).execute("INSERT INTO orders VALUES (%s)", (body,))
+
+
 def main() -> None:
     zookeeper, dsn, folder, topic, body, point = sys.argv[1:]
+    if point.startswith("aio "):
+        asyncio.run(aio_main(zookeeper, dsn, folder, topic, body, point.removeprefix("aio ")))
+        return
     with Producer(zookeeper) as producer:
         resources = {
             "a": lambda: psycopg.connect(f"{dsn} dbname=a"),

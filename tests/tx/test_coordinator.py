@@ -16,11 +16,12 @@ import psycopg
 import pytest
 
 from metamq import Producer
+from metamq.client.background import at_once
 from metamq.errors import BranchMisuse, ClosedError, ConfigError, OutcomeUnknown, RolledBack, StorageError, WrongType
 from metamq.tx import Coordinator, Settled
 from tests.parts import wait_until
-from tests.postgres import Postgres, running_postgres
 from tests.tx.databases import until_committed
+from tests.tx.two_databases import Databases, holds
 
 if TYPE_CHECKING:
     from tests.tx.conftest import Shop
@@ -31,44 +32,6 @@ POINTS = [
     "behind-decide-", "before-commit-a", "behind-commit-a", "behind-commit-queue", "behind-commit-b",
 ]  # fmt: skip
 DECIDED = POINTS[5:]
-
-
-class Databases:
-    """Two in one server."""
-
-    def __init__(self, server: Postgres) -> None:
-        self.server = server
-        self.dsn = server.dsn.replace(" dbname=postgres", "")
-        for name in "ab":
-            with psycopg.connect(server.dsn, autocommit=True) as connection:
-                connection.execute(f"CREATE DATABASE {name}")
-            with self.connect(name) as connection:
-                connection.execute("CREATE TABLE orders (body TEXT PRIMARY KEY)")
-
-    def connect(self, name: str) -> psycopg.Connection[Any]:
-        return psycopg.connect(f"{self.dsn} dbname={name}")
-
-    def rows(self, name: str) -> list[str]:
-        with self.connect(name) as connection:
-            return [row[0] for row in connection.execute("SELECT body FROM orders ORDER BY body")]
-
-    def prepared(self) -> int:
-        with self.connect("a") as connection:
-            (count,) = connection.execute("SELECT count(*) FROM pg_prepared_xacts").fetchone() or (0,)
-            return int(count)
-
-
-@pytest.fixture(scope="module")
-def databases() -> Iterator[Databases]:
-    with running_postgres("-c max_prepared_transactions=20") as server:
-        yield Databases(server)
-
-
-@pytest.fixture(autouse=True)
-def _empty(databases: Databases) -> None:
-    for name in "ab":
-        with databases.connect(name) as connection:
-            connection.execute("DELETE FROM orders")
 
 
 @pytest.fixture
@@ -99,14 +62,6 @@ def work(tx: Any, topic: str, body: str) -> None:
     tx["queue"].send(topic, body.encode(), partition="0-0")
     tx["queue"].send(topic, body.encode(), partition="1-0")
     tx["b"].execute("INSERT INTO orders VALUES (%s)", (body,))
-
-
-def holds(shop: Shop, databases: Databases, topic: str, bodies: list[str]) -> None:
-    """Each at both databases once, and twice in the queue; nothing is prepared anywhere."""
-    assert databases.rows("a") == databases.rows("b") == bodies
-    assert shop.seen(topic) == sorted([body.encode() for body in bodies] * 2)
-    assert databases.prepared() == 0
-    shop.until_ended()
 
 
 def test_all_of_it_happens(shop: Shop, databases: Databases, resources: Resources, topic: str, tmp_path: Path) -> None:
@@ -174,11 +129,12 @@ def test_one_resource_alone_and_one_without_messages(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("api", ["", "aio "], ids=["threads", "asyncio"])
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at(
-    shop: Shop, databases: Databases, resources: Resources, topic: str, tmp_path: Path, point: str
+    shop: Shop, databases: Databases, resources: Resources, topic: str, tmp_path: Path, point: str, api: str
 ) -> None:
-    command = [sys.executable, PROGRAM, shop.cluster.zookeeper, databases.dsn, tmp_path, topic, "1", point]
+    command = [sys.executable, PROGRAM, shop.cluster.zookeeper, databases.dsn, tmp_path, topic, "1", api + point]
     done = subprocess.run(command, env=os.environ, timeout=120, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     with Coordinator(tmp_path, resources()) as coordinator:
@@ -211,10 +167,10 @@ def test_a_resource_that_is_down_is_told_later(
     with Coordinator(tmp_path, resources(), recover_every_s=0.2) as coordinator:
         original = coordinator._commit_parts
 
-        def tell_while_it_is_down(gtrid: str, parts: list[Any]) -> None:
+        async def tell_while_it_is_down(gtrid: str, parts: list[Any]) -> None:
             down.kill()
             databases.server.crash()
-            original(gtrid, parts)
+            await original(gtrid, parts)
 
         coordinator._commit_parts = tell_while_it_is_down  # type: ignore[method-assign]
         with coordinator.begin() as tx:
@@ -236,8 +192,12 @@ def test_work_that_is_under_way_is_left_alone(
     with Coordinator(tmp_path, resources()) as coordinator, coordinator.begin() as tx:
         work(tx, topic, "1")
         for part in tx._parts.values():
-            part.prepare()
-            part.prepare = lambda: True  # type: ignore[method-assign]
+            assert at_once(part.prepare())
+
+            async def prepared() -> bool:
+                return True
+
+            part.prepare = prepared  # type: ignore[method-assign]
         thread = threading.Thread(target=coordinator.recover)
         thread.start()
         thread.join()

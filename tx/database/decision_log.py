@@ -150,12 +150,24 @@ class DecisionLog:
         Raises LogEnded if it is certainly not recorded. Raises StorageError if that is unknown until the log is opened
         again.
         """
+        self.write(gtrid, resources)
+        self.flush(gtrid)
+
+    def write(self, gtrid: str, resources: tuple[str, ...]) -> None:
+        """Writes the record of a decision, which flush() makes durable. Raises the errors of commit()."""
         with self._lock:
             self._append(_COMMIT, gtrid, list(resources))
             self._pending[gtrid] = resources
+
+    def flush(self, gtrid: str) -> None:
+        """Makes the written decision durable, and all that are pending with it. Raises the errors of commit()."""
         with self._flushing:
-            if gtrid in self._pending:  # no other thread has flushed it in the meantime
+            if not self.is_flushed(gtrid):  # no other thread has flushed it in the meantime
                 self._flush()
+
+    def is_flushed(self, gtrid: str) -> bool:
+        """True unless a written decision waits for its flush."""
+        return gtrid not in self._pending
 
     def _flush(self) -> None:
         """Makes all pending decisions durable, with one fsync. The caller holds `_flushing`."""
