@@ -98,10 +98,14 @@ def connect_pymysql(server: MariaDb, database: str) -> Any:
     return with_execute(pymysql.Connection)(unix_socket=server.socket, user="root", database=database)
 
 
+def mysqlclient() -> Any:
+    """Returns mysqlclient's module of connections. Skips the test where it is not installed."""
+    return pytest.importorskip("MySQLdb.connections", reason="mysqlclient has no wheel: pip install mysqlclient")
+
+
 def connect_mysqlclient(server: MariaDb, database: str) -> Any:
     """The same by mysqlclient."""
-    driver = pytest.importorskip("MySQLdb.connections", reason="mysqlclient has no wheel: pip install mysqlclient")
-    return with_execute(driver.Connection)(unix_socket=server.socket, user="root", database=database)
+    return with_execute(mysqlclient().Connection)(unix_socket=server.socket, user="root", database=database)
 
 
 DRIVERS = {"pymysql": connect_pymysql, "mysqlclient": connect_mysqlclient}

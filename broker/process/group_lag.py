@@ -1,8 +1,8 @@
 """The lag of groups at a master: in messages, and as the age of the oldest message that is not committed.
 
 Offsets are in ZooKeeper. So a task reads them at intervals, and a scrape only gets the last figures. Each master reads
-the offsets of its own partitions, at most READS_MAX of them in one round, and reads a batch of a log only if the offset
-before it has changed.
+the offsets of its own partitions, at most READS_MAX of them in one round; the next round continues with the others. It
+reads a batch's header from a log only if the offset before it has changed.
 
 A partition that a group has claimed without a commit is read from its start: each other start is committed at once. An
 offset that is kept elsewhere, for example in a database, is not known here, and counts as unknown.
@@ -14,14 +14,14 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.broker.log_once import LogOnce
 from metamq.broker.roles.role import MasterRole
 from metamq.errors import MetamqError
-from metamq.wire.batch import read_header
+from metamq.wire.batch import HEADER_BYTES, read_header
 from metamq.zk.documents import skip_unreadable
 from metamq.zk.groups.ownership import OffsetRecord, read_offset
 from metamq.zk.names import partition_name
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.broker")
 
 READS_MAX = 5000
-"""Offsets that one round reads. It also limits the number of groups and topics in the metrics."""
+"""Offsets that one round reads."""
 READS_AT_ONCE = 64
 
 
@@ -52,13 +52,30 @@ class GroupLag:
 
 @dataclass(frozen=True, slots=True)
 class GroupLags:
-    """The figures of one round."""
+    """The figures of the last rounds."""
 
     by_group_and_topic: dict[tuple[str, str], GroupLag]
     left_out: int
-    """Partitions of groups that were not read, because there are more than READS_MAX."""
+    """Partitions of groups that no round has read yet."""
+    interval_s: float
     read_at_s: float
-    """The time of the round (time.monotonic)."""
+    """The time of the last round; before the first one, the time at which this replica became the master
+    (time.monotonic)."""
+
+
+class Reading(NamedTuple):
+    """What is known of a group's offset in one partition."""
+
+    topic_id: str
+    next_offset: int
+    messages: int
+    appended_us: int
+    """The time at which the batch of the next offset was appended."""
+
+
+UNKNOWN = Reading("", 0, -1, 0)
+Place = tuple[str, TopicPartition]
+"""A group and a partition."""
 
 
 class GroupLagReader:
@@ -70,37 +87,47 @@ class GroupLagReader:
         self._status = status
         self._config = config
         self._log_once = LogOnce()
-        self._appended_us: dict[tuple[TopicPartition, str, int], int] = {}
-        """The time at which the batch of an uncommitted offset was appended, by partition, topic id and offset."""
-        self.last: GroupLags | None = None
-        """None: this replica is not a master, or has read nothing yet."""
+        self._readings: dict[Place, Reading] = {}
+        self._turn = 0
+        """The place of the next round in the list of all offsets."""
+        self._last: GroupLags | None = None
+
+    @property
+    def last(self) -> GroupLags | None:
+        """The last figures; None: this replica is not a master, or reads none."""
+        return self._last if isinstance(self._status.role, MasterRole) else None
 
     async def run(self) -> None:
         """Reads until cancelled."""
         while self._config.group_lag_s:
             if isinstance(self._status.role, MasterRole):
+                if self._last is None:
+                    self._last = self._figures({})
                 try:
-                    self.last = await self._round()
+                    self._last = await self._round()
                     self._log_once.worked("the lags of groups are read again")
                 except MetamqError as error:
                     self._log_once.failed("the lags of groups are not read now", error)
                 except Exception:  # figures must not end a broker
                     log.exception("the lags of groups cannot be read")
             else:
-                self.last = None
+                self._last, self._readings = None, {}
             await asyncio.sleep(self._config.group_lag_s)
 
     async def _round(self) -> GroupLags:
-        lags: dict[tuple[str, str], GroupLag] = defaultdict(GroupLag)
-        wanted = [each async for each in self._partitions_of_groups()]
-        known, self._appended_us = self._appended_us, {}
-        for at in range(0, min(len(wanted), READS_MAX), READS_AT_ONCE):
-            part = wanted[at : min(at + READS_AT_ONCE, READS_MAX)]
-            records = await asyncio.gather(*(self._record(group, tp) for group, tp, _partition in part))
-            for (group, tp, partition), record in zip(part, records, strict=True):
-                self._add(lags[group, tp.topic], tp, partition, record, known)
+        places = {(group, tp): partition async for group, tp, partition in self._partitions_of_groups()}
+        self._readings = {place: reading for place, reading in self._readings.items() if place in places}
+        order = list(places)
+        self._turn = self._turn if self._turn < len(order) else 0
+        chosen = [*order[self._turn :], *order[: self._turn]][:READS_MAX]
+        for at in range(0, len(chosen), READS_AT_ONCE):
+            part = chosen[at : at + READS_AT_ONCE]
+            records = await asyncio.gather(*(self._record(group, tp) for group, tp in part))
+            for place, record in zip(part, records, strict=True):
+                self._readings[place] = self._reading(places[place], record, self._readings.get(place, UNKNOWN))
                 await asyncio.sleep(0)
-        return GroupLags(dict(lags), max(len(wanted) - READS_MAX, 0), time.monotonic())
+        self._turn += len(chosen)
+        return self._figures(places)
 
     async def _partitions_of_groups(self) -> AsyncIterator[tuple[str, TopicPartition, Partition]]:
         """Yields each group with the open partitions of the topics that it has claimed."""
@@ -118,35 +145,40 @@ class GroupLagReader:
             return None if stored is None else stored[0]
         return None
 
-    def _add(
-        self,
-        lag: GroupLag,
-        tp: TopicPartition,
-        partition: Partition,
-        record: OffsetRecord | None,
-        known: dict[tuple[TopicPartition, str, int], int],
-    ) -> None:
+    def _reading(self, partition: Partition, record: OffsetRecord | None, before: Reading) -> Reading:
         if record is None or record.kept_by:
-            lag.unknown_partitions += 1
-            return
+            return UNKNOWN
         committed = record.committed
         next_offset = partition.log.start_offset
         if committed is not None and committed.topic_id == partition.topic_id:
             next_offset = max(next_offset, committed.offset)
         messages = partition.log.stable_offset - next_offset
         if messages <= 0:
-            return
-        place = tp, partition.topic_id, next_offset
+            return Reading(partition.topic_id, next_offset, 0, 0)
+        appended_us = before.appended_us if before[:2] == (partition.topic_id, next_offset) else 0
         try:
-            appended_us = known.get(place) or self._appended_us.get(place) or _appended_us(partition, next_offset)
-        except MetamqError:  # retention has removed it meanwhile, or it is damaged, which the log reports
-            lag.unknown_partitions += 1
-            return
-        self._appended_us[place] = appended_us
-        lag.messages += messages
-        lag.oldest_s = max(lag.oldest_s, time.time() - appended_us / 1e6)
+            appended_us = appended_us or _appended_us(partition, next_offset)
+        except (MetamqError, OSError):  # retention has removed it meanwhile, or it is damaged, which the log reports
+            return UNKNOWN
+        return Reading(partition.topic_id, next_offset, messages, appended_us)
+
+    def _figures(self, places: Collection[Place]) -> GroupLags:
+        lags: dict[tuple[str, str], GroupLag] = defaultdict(GroupLag)
+        for (group, tp), reading in self._readings.items():
+            lag = lags[group, tp.topic]
+            if reading is UNKNOWN:
+                lag.unknown_partitions += 1
+            elif reading.messages:
+                lag.messages += reading.messages
+                lag.oldest_s = max(lag.oldest_s, time.time() - reading.appended_us / 1e6)
+        left_out = len(places) - len(self._readings)
+        return GroupLags(dict(lags), left_out, self._config.group_lag_s, time.monotonic())
 
 
 def _appended_us(partition: Partition, offset: int) -> int:
-    """Returns the time at which the batch with this offset was appended."""
-    return read_header(partition.log.read(offset, 1).data).append_time_us
+    """Returns the time at which the batch with this offset was appended. Raises MetamqError, OSError."""
+    place = partition.log.locate(offset, 1)
+    assert place is not None  # it is below the stable end
+    with open(place.path, "rb") as file:
+        file.seek(place.at)
+        return read_header(file.read(HEADER_BYTES)).append_time_us

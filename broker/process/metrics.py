@@ -80,8 +80,9 @@ _PER_GROUP = {
         "At the master: partitions whose lag is not known; their offsets are kept elsewhere, or cannot be read",
     ),
 }
-_LEFT_OUT = "At the master: partitions of groups whose lag was not read, because there are too many"
-_LAG_AGE = "At the master: seconds since the lags of groups were read"
+_LEFT_OUT = "At the master: partitions of groups whose lag was not read yet"
+_LAG_AGE = "At the master: seconds since the lags of groups were read, or since it became the master"
+_LAG_INTERVAL = "At the master: the setting group_lag_s"
 _OLDEST = "At the master: seconds since the oldest prepared branch was prepared; 0 when there is none"
 _VERIFIED = "Bytes of logs that were verified in the background"
 _SCRUB_AGE = "Seconds since all logs were verified last; before the first time, since the start"
@@ -205,10 +206,12 @@ def _group_lags(lags: GroupLags | None) -> Iterator[Metric]:
     yield from families.values()
     left_out = GaugeMetricFamily("metamq_group_lag_left_out_partitions", _LEFT_OUT, labels=[])
     age = GaugeMetricFamily("metamq_group_lag_age_seconds", _LAG_AGE, labels=[])
+    interval = GaugeMetricFamily("metamq_group_lag_interval_seconds", _LAG_INTERVAL, labels=[])
     if lags is not None:
         left_out.add_metric([], lags.left_out)
         age.add_metric([], time.monotonic() - lags.read_at_s)
-    yield from (left_out, age)
+        interval.add_metric([], lags.interval_s)
+    yield from (left_out, age, interval)
 
 
 def _scrub(figures: dict[str, Any]) -> Iterator[Metric]:

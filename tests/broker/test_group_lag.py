@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,7 +16,7 @@ from metamq import DatabaseOffsets, TopicPartition
 from metamq.broker.process import group_lag
 from metamq.testing import BrokerProcess, Cluster
 from tests.one_zookeeper import cluster, new_chroot
-from tests.parts import SLOW_S, LocalBroker, http_get
+from tests.parts import SLOW_S, LocalBroker, http_get, wait_until
 
 Samples = dict[tuple[str, str, str], float]
 
@@ -40,10 +40,14 @@ def lags(broker: BrokerProcess) -> Samples:
 
 
 def until(broker: BrokerProcess, condition: Callable[[Samples], bool]) -> Samples:
-    deadline = time.monotonic() + SLOW_S
-    while not condition(found := lags(broker)):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
+    found: Samples = {}
+
+    def holds() -> bool:
+        found.clear()
+        found.update(lags(broker))
+        return condition(found)
+
+    wait_until(holds, what="the lag")
     return found
 
 
@@ -87,21 +91,50 @@ def test_a_slave_shows_no_lags() -> None:
             assert lags(slave) == {}
 
 
-def test_a_round_reads_only_so_many_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker runs in this process, with a limit of 3 offsets: it says how many it left out."""
+def test_a_round_reads_only_so_many_offsets_and_the_next_one_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker runs in this process, with a limit of 3 offsets."""
     monkeypatch.setattr(group_lag, "READS_MAX", 3)
+    left_out = []
+    figures = group_lag.GroupLagReader._figures
+
+    def noted(self: group_lag.GroupLagReader, places: Collection[group_lag.Place]) -> group_lag.GroupLags:
+        found = figures(self, places)
+        if len(places) == 5:
+            left_out.append(found.left_out)
+        return found
+
+    monkeypatch.setattr(group_lag.GroupLagReader, "_figures", noted)
     with LocalBroker(new_chroot(), tmp_path / "broker", group_lag_s=0.05) as local:
-        with metamq.Admin(local.broker._access.zookeeper) as admin:
+        zookeeper = local.broker._access.zookeeper
+        with metamq.Admin(zookeeper) as admin, metamq.Producer(zookeeper) as producer:
             admin.create_topic("t", partitions=5)
-        with metamq.Consumer(local.broker._access.zookeeper, topics="t", group="g") as consumer:
-            reader = local.broker._parts.lags
+            for number in range(5):
+                producer.send("t", b"1", partition=f"0-{number}").result(60)
+            with metamq.Consumer(zookeeper, topics="t", group="g", auto_commit=False) as consumer:
+                reader = local.broker._parts.lags
 
-            def is_read() -> bool:
-                return reader.last is not None and reader.last.left_out == 2 and len(consumer.assignment) == 5
+                def is_read() -> bool:
+                    last = reader.last
+                    return last is not None and ("g", "t") in last.by_group_and_topic and last.left_out == 0
 
-            deadline = time.monotonic() + SLOW_S
-            while not is_read():
-                assert time.monotonic() < deadline, reader.last
-                time.sleep(0.02)
-            assert reader.last is not None
-            assert reader.last.by_group_and_topic["g", "t"].messages == 0
+                wait_until(lambda: len(consumer.assignment) == 5 and is_read(), what="a reading of all partitions")
+                assert reader.last is not None
+                assert reader.last.by_group_and_topic["g", "t"].messages == 5
+                producer.send("t", b"2", partition="0-4").result(60)
+                wait_until(
+                    lambda: reader.last is not None and reader.last.by_group_and_topic["g", "t"].messages == 6,
+                    what="a later reading of the last partition",
+                )
+    assert left_out[0] == 2
+
+
+def test_before_the_first_reading_its_age_grows_and_a_former_master_shows_nothing(tmp_path: Path) -> None:
+    with LocalBroker(new_chroot(), tmp_path / "broker", group_lag_s=3600) as local:
+        reader = local.broker._parts.lags
+        wait_until(lambda: reader.last is not None, what="the first figures")
+        assert reader.last is not None
+        assert (reader.last.interval_s, reader.last.left_out) == (3600, 0)
+        reader._status = SimpleNamespace(role=None)  # type: ignore[assignment]
+        assert reader.last is None

@@ -47,7 +47,7 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
         return lambda: sqlite3.connect(tmp_path / "results.db", timeout=60)
     if request.param in mariadb.DRIVERS:
         if request.param == "mysqlclient":
-            pytest.importorskip("MySQLdb", reason="mysqlclient has no wheel: pip install mysqlclient")
+            mariadb.mysqlclient()
         mysql = request.getfixturevalue("mariadb")
         name = mysql.new_database()
         return lambda: mariadb.DRIVERS[request.param](mysql, name)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from metamq.testing import cluster as own_cluster
 from tests.broker.test_disk import flip
 from tests.monitoring.programs import program
 from tests.one_zookeeper import cluster
-from tests.parts import SLOW_S, http_get
+from tests.parts import http_get, wait_until
 
 FOLDER = Path(__file__).parents[2] / "monitoring"
 ALERTS = (FOLDER / "alerts.yml").read_text()
@@ -100,13 +99,6 @@ def fires(tmp_path: Path, before: Series, during: Series, alert: str, minute: in
     assert not is_firing(tmp_path, before, before, alert, minute)
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SLOW_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def value(scraped: Series, metric: str) -> float:
     """The sum of a metric's values."""
     return sum(number for name, number in scraped.items() if name.startswith(f"{metric}{{"))
@@ -159,17 +151,17 @@ def test_a_killed_slave_and_a_killed_master(tmp_path: Path) -> None:
         def all_of() -> Series:
             return {name: number for one in both for name, number in scrape(both[one], one).items()}
 
-        until(lambda: value(all_of(), "metamq_replication_insync_replicas") == 2)
+        wait_until(lambda: value(all_of(), "metamq_replication_insync_replicas") == 2)
         before = all_of()
         slave.kill()
-        until(lambda: value(all_of(), "metamq_replication_insync_replicas") == 1)
+        wait_until(lambda: value(all_of(), "metamq_replication_insync_replicas") == 1)
         fires(tmp_path, before, all_of(), "MetamqSlaveNotInSync")
         fires(tmp_path, before, all_of(), "MetamqBrokerDown")
         assert not is_firing(tmp_path, before, all_of(), "MetamqNoMaster")
         slave.start()
-        until(lambda: value(all_of(), "metamq_replication_insync_replicas") == 2)
+        wait_until(lambda: value(all_of(), "metamq_replication_insync_replicas") == 2)
         master.kill()
-        until(lambda: value(all_of(), "metamq_replication_linked") == 0)
+        wait_until(lambda: value(all_of(), "metamq_replication_linked") == 0)
         fires(tmp_path, before, all_of(), "MetamqNoMaster")
         fires(tmp_path, before, all_of(), "MetamqSlaveUnlinked")
 
@@ -184,7 +176,7 @@ def test_a_damaged_log(tmp_path: Path) -> None:
         before = scrape(one.broker, "b-0")
         logs = [path for path in one.broker.data.rglob("*.log") if "~" not in str(path)]
         flip(str(min(logs)), 100)
-        until(lambda: value(scrape(one.broker, "b-0"), "metamq_log_damaged_partitions") == 1)
+        wait_until(lambda: value(scrape(one.broker, "b-0"), "metamq_log_damaged_partitions") == 1)
         fires(tmp_path, before, scrape(one.broker, "b-0"), "MetamqDamagedLog")
         fires(tmp_path, before, scrape(one.broker, "b-0"), "MetamqBrokerNotReady")
 
@@ -192,10 +184,10 @@ def test_a_damaged_log(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_zookeeper_lags_are_not_read(tmp_path: Path) -> None:
     with own_cluster(group_lag_s=0.05) as one:
-        until(lambda: "metamq_group_lag_age_seconds" in str(scrape(one.broker, "b-0")))
+        wait_until(lambda: "metamq_group_lag_age_seconds" in str(scrape(one.broker, "b-0")))
         before = scrape(one.broker, "b-0")
         one.zookeeper_server.stop()
-        until(lambda: value(scrape(one.broker, "b-0"), "metamq_group_lag_age_seconds") > 1)
+        wait_until(lambda: value(scrape(one.broker, "b-0"), "metamq_group_lag_age_seconds") > 1)
         during = scrape(one.broker, "b-0")
     fires(
         tmp_path,
@@ -209,16 +201,16 @@ def test_without_zookeeper_lags_are_not_read(tmp_path: Path) -> None:
 def test_a_group_that_does_not_commit_and_a_transaction_in_doubt(running: Cluster, tmp_path: Path) -> None:
     running.create_topic("orders", partitions=1)
     with running.producer() as producer, running.consumer(topics="orders", group="billing", auto_commit=False):
-        until(lambda: 'group="billing"' in str(scrape(running.broker, "b-0")))
+        wait_until(lambda: 'group="billing"' in str(scrape(running.broker, "b-0")))
         before = scrape(running.broker, "b-0")
         producer.send("orders", b"1").result(60)
-        until(lambda: value(scrape(running.broker, "b-0"), "metamq_group_lag_seconds") > 0)
+        wait_until(lambda: value(scrape(running.broker, "b-0"), "metamq_group_lag_seconds") > 0)
         fires(tmp_path, before, scrape(running.broker, "b-0"), "MetamqGroupBehind")
         xid = producer.xid(1, "doubt")
         producer.tpc_begin(xid)
         producer.send("orders", b"2")
         producer.tpc_prepare()
-        until(lambda: value(scrape(running.broker, "b-0"), "metamq_transactions_oldest_prepared_seconds") > 0)
+        wait_until(lambda: value(scrape(running.broker, "b-0"), "metamq_transactions_oldest_prepared_seconds") > 0)
         fires(tmp_path, before, scrape(running.broker, "b-0"), "MetamqTransactionInDoubt")
         producer.tpc_rollback()
 
@@ -234,7 +226,7 @@ def test_failed_messages_and_a_stuck_producer(tmp_path: Path) -> None:
         fires(tmp_path, before, clients(producer), "MetamqMessagesFailed", SOON_AFTER)
         one.broker.freeze()
         producer.send("t", b"2")
-        until(lambda: value(clients(producer), "metamq_producer_oldest_seconds") > 0)
+        wait_until(lambda: value(clients(producer), "metamq_producer_oldest_seconds") > 0)
         during = clients(producer)
         one.broker.thaw()
         fires(tmp_path, before, during, "MetamqProducerStuck")
@@ -255,6 +247,45 @@ def test_figures_of_a_broker_that_rise(alert: str, running: Cluster, tmp_path: P
     before = scrape(running.broker, "b-0")
     (name,) = [one for one in before if one.startswith(f"{metric}{{")]
     fires(tmp_path, before, {**before, name: before[name] + risen}, alert, SOON_AFTER + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("alert", "metric"),
+    [
+        ("MetamqMessagesGivenUp", "metamq_replication_given_up_messages_total"),
+        ("MetamqMessagesFailed", "metamq_producer_failed_messages_total"),
+        ("MetamqMessagesLost", "metamq_consumer_lost_messages_total"),
+    ],
+)
+def test_the_first_value_of_a_counter_counts(alert: str, metric: str, tmp_path: Path) -> None:
+    """The counter appears with its first event, or the first scrape comes after it."""
+    name = f'{metric}{{instance="shop-1", job="shop"}}'
+    fires(tmp_path, {}, {name: 1.0}, alert, SOON_AFTER)
+    assert not is_firing(tmp_path, {}, {name: 1.0}, alert, CHANGE_MINUTES + 62), "it is over after the range"
+
+
+@pytest.mark.slow
+def test_replicas_in_sync_are_counted_for_a_broker_id_over_a_failover(tmp_path: Path) -> None:
+    """The master is lost, and its slave takes over: one replica is in sync."""
+
+    def replica(name: str, number: int, insync: int | None) -> Series:
+        labels = f'instance="{name}", job="metamq"'
+        info = f'metamq_replica_info{{broker="0", {labels}, replica="{number}"}}'
+        return {info: 1.0, **({} if insync is None else {f"metamq_replication_insync_replicas{{{labels}}}": insync})}
+
+    before = {**replica("b-0", 0, 2), **replica("b-1", 1, None)}
+    fires(tmp_path, before, replica("b-1", 1, 1), "MetamqSlaveNotInSync")
+    assert not is_firing(tmp_path, before, {**replica("b-0", 0, None), **replica("b-1", 1, 2)}, "MetamqSlaveNotInSync")
+
+
+@pytest.mark.slow
+def test_a_long_interval_between_readings_is_no_fault(tmp_path: Path) -> None:
+    labels = '{instance="b-0", job="metamq"}'
+    age, interval = f"metamq_group_lag_age_seconds{labels}", f"metamq_group_lag_interval_seconds{labels}"
+    before = {age: 0.0, interval: 3600.0}
+    assert not is_firing(tmp_path, before, {age: 1.0, interval: 3600.0}, "MetamqGroupLagNotRead")
+    fires(tmp_path, {}, {age: 1.0, interval: 30.0}, "MetamqGroupLagNotRead")
 
 
 @pytest.mark.slow
@@ -314,14 +345,14 @@ def test_prometheus_runs_the_rules_and_the_queries_of_the_board(running: Cluster
     said = tmp_path / "prometheus.log"
     with said.open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
-            until(lambda: LISTENS.search(said.read_text()))
+            wait_until(lambda: LISTENS.search(said.read_text()))
             port = int(LISTENS.findall(said.read_text())[0])
-            until(lambda: http_get(port, "/-/ready")[0] == 200)
-            until(lambda: [one["labels"]["alertname"] for one in prometheus_get(port, "alerts")["alerts"]])
+            wait_until(lambda: http_get(port, "/-/ready")[0] == 200)
+            wait_until(lambda: [one["labels"]["alertname"] for one in prometheus_get(port, "alerts")["alerts"]])
             assert {one["labels"]["alertname"] for one in prometheus_get(port, "alerts")["alerts"]} == {
                 "MetamqBrokerDown"
             }
-            until(lambda: {rule["health"] for rule in rules_of(port)} == {"ok"})
+            wait_until(lambda: {rule["health"] for rule in rules_of(port)} == {"ok"})
             assert {rule["name"] for rule in rules_of(port)} == set(NAMES)
             for query in QUERIES:
                 prometheus_get(port, "query", query=query.replace("$__rate_interval", "1m"))

@@ -17,6 +17,7 @@ from metamq.errors import BranchMisuse, ConfigError
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
 from tests.django_databases import django_database, on_postgres
+from tests.mariadb import mysqlclient
 from tests.postgres import new_schema
 from tests.tx.databases import messages
 
@@ -27,7 +28,7 @@ def alias(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "sqlite":
         database = {"ENGINE": "django.db.backends.sqlite3", "NAME": tmp_path / "shop.db", "OPTIONS": {"timeout": 1}}
     elif request.param == "mysql":
-        pytest.importorskip("MySQLdb", reason="mysqlclient has no wheel: pip install mysqlclient")
+        mysqlclient()
         mysql = request.getfixturevalue("mariadb")
         place = {"NAME": mysql.new_database(), "OPTIONS": {"unix_socket": mysql.socket}}
         database = {"ENGINE": "django.db.backends.mysql", "USER": "root", **place}
