@@ -57,7 +57,11 @@ class Globals:
     @property
     def config_file(self) -> str | None:
         """The settings file; None if there is none. Raises ConfigError."""
-        return self._file(self.choice())
+        return self.settings_file()
+
+    def settings_file(self, *, implicit: bool = True) -> str | None:
+        """Returns the settings file, see access(). Raises ConfigError."""
+        return self._file(self.choice(implicit=implicit))
 
     def _file(self, choice: Choice) -> str | None:
         if choice.name is None:

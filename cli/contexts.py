@@ -1,6 +1,6 @@
 """Named clusters, and the choice of the cluster that a command works on.
 
-`~/.config/metamq/contexts.toml` has a name for each cluster, and the name in use. A context names a ZooKeeper address,
+The file `contexts.toml` has a name for each cluster, and the name in use. A context names a ZooKeeper address,
 a root and a settings file. Certificates and the file with a password are named in the settings file, so the contexts
 have no secret. Only the owner may read them: they show where the secrets are.
 

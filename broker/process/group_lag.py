@@ -64,7 +64,7 @@ class GroupLags:
 
 
 class Reading(NamedTuple):
-    """What is known of a group's offset in one partition."""
+    """One reading of a group's offset in one partition."""
 
     topic_id: str
     next_offset: int

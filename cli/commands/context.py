@@ -62,8 +62,8 @@ def list_contexts(output: str) -> None:
 def add(name: str, output: str) -> None:
     """Add the context NAME, or replace it, with the given --zookeeper, --root and --config.
 
-    Secrets stay in their own files: the settings file names certificates, or the file with a password. The contexts are
-    in ~/.config/metamq/contexts.toml, which only you may read.
+    Secrets stay in their own files: the settings file names certificates, or the file with a password. Only you may
+    read the file of the contexts. `metamq context show` prints its path.
 
     \b
     metamq context add local --zookeeper 127.0.0.1:2181
@@ -149,6 +149,6 @@ def show(output: str) -> None:
     if output == "json":
         print_json(found)
         return
-    names = ("CONTEXT", "CHOSEN BY", "ZOOKEEPER", "ROOT", "SETTINGS FILE", "TLS", "CONTEXTS IN")
+    names = ("Context", "Chosen by", "ZooKeeper", "Root", "Settings file", "TLS", "Contexts in")
     values = ["yes" if value is True else "no" if value is False else value for value in found.values()]
-    print_table(["SETTING", "VALUE"], zip((name.capitalize() for name in names), values, strict=True))
+    print_table(["SETTING", "VALUE"], zip(names, values, strict=True))

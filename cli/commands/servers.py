@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.parent import follow_parent
@@ -133,12 +134,13 @@ def broker(context: click.Context, /, with_parent: bool, output: str, log_format
     metamq broker --config /etc/metamq/broker.toml
     """  # fmt: skip
     if context.invoked_subcommand is not None:
+        _refuse_options(context)
         return 0
     current().log(logging.INFO)
     from metamq.broker.process.server import run_broker
 
     try:
-        config = load(BrokerConfig, "broker", file=current().config, arguments=settings)
+        config = load(BrokerConfig, "broker", file=current().settings_file(implicit=False), arguments=settings)
         access = current().access(implicit=False)
     except ConfigError as error:
         raise _by_option(error, settings) from None
@@ -155,6 +157,14 @@ def broker(context: click.Context, /, with_parent: bool, output: str, log_format
             say(f"{running.name.capitalize()} serves at {running.host}:{running.port}. Ctrl-C stops it.")
 
     return run_broker(config, access, ready=ready)
+
+
+def _refuse_options(context: click.Context) -> None:
+    """Raises UsageError if options of a broker come before a subcommand."""
+    for parameter in context.command.params:
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE:
+            name, command = parameter.opts[0], context.invoked_subcommand
+            raise click.UsageError(f"{name} is for a broker that runs: give it after `{command}`, or omit it")
 
 
 @broker.command("list")

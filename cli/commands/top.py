@@ -1,8 +1,8 @@
 """`metamq top`: a live view of brokers, topics and groups, with rates and lag.
 
 Rates come from two samples of the brokers' own counters, which one request per broker returns, whatever its number of
-partitions. All parts are asked side by side. A part that does not answer in time delays no other: its question stays
-open, and its row shows that.
+partitions. All parts are asked side by side, and groups in threads of their own, which a frozen broker may keep busy. A
+part that does not answer in time delays the view once: its question stays open, and its row shows that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from metamq.cli.context import current
 from metamq.cli.processes import StopSignals
 from metamq.cli.show.output import NOTHING, TABLE_OR_JSON, print_json, print_table
 from metamq.cli.show.terminal import escaped
-from metamq.cli.show.top_view import ORDERS, ClusterLoad, Sample, Section, figures, sections
+from metamq.cli.show.top_view import ORDERS, ClusterLoad, Sample, Section, figures, ordered, sections
 from metamq.cli.show.units import DURATION
 from metamq.errors import MetamqError
 
@@ -80,9 +80,10 @@ def top(once: bool, interval_ms: int, order: str, output: str) -> int:
 class Sampler:
     """Asks all parts of a cluster at once."""
 
-    def __init__(self, admin: Admin, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, admin: Admin, pool: ThreadPoolExecutor, group_pool: ThreadPoolExecutor) -> None:
         self._admin = admin
         self._pool = pool
+        self._group_pool = group_pool
         self._open: dict[Any, Future[Any]] = {}
 
     def sample(self) -> Sample:
@@ -109,10 +110,13 @@ class Sampler:
 
     def _ask(self, questions: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
         """Returns each answer, or the error. A question without an answer stays open, and is not asked again."""
-        for key, question in questions.items():
-            if key not in self._open:
-                self._open[key] = self._pool.submit(question)
-        wait([self._open[key] for key in questions], ANSWER_S)
+        fresh = {
+            key: (self._group_pool if isinstance(key, tuple) else self._pool).submit(question)
+            for key, question in questions.items()
+            if key not in self._open
+        }
+        self._open |= fresh
+        wait(fresh.values(), ANSWER_S)
         return {key: self._answer(key) for key in questions}
 
     def _answer(self, key: Any) -> Any:
@@ -128,17 +132,18 @@ class Sampler:
 
 @contextlib.contextmanager
 def _sampler(admin: Admin) -> Iterator[Sampler]:
-    pool = ThreadPoolExecutor(THREADS)
+    pools = ThreadPoolExecutor(THREADS), ThreadPoolExecutor(THREADS)
     try:
-        yield Sampler(admin, pool)
+        yield Sampler(admin, *pools)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
         admin.close()  # ends the open questions
 
 
 def _print(found: ClusterLoad, order: str, output: str) -> None:
     if output == "json":
-        print_json(found.document())
+        print_json(ordered(found, order).document())
         return
     for number, (_name, headings, rows) in enumerate(sections(found, order)):
         if number:

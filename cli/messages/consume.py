@@ -17,7 +17,7 @@ import click
 
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
-from metamq.cli.messages.filters import Matches, all_of, filter_options
+from metamq.cli.messages.filters import Matches, all_of, filter_options, partition_option
 from metamq.cli.messages.ranges import (
     Ends,
     Place,
@@ -31,7 +31,7 @@ from metamq.cli.messages.ranges import (
 from metamq.cli.processes import StopSignals
 from metamq.cli.show.message_format import LETTERS, Render, as_json, as_raw, compile_format
 from metamq.cli.show.output import output_option, silence_stdout
-from metamq.cli.show.units import GROUP, PARTITION, PLACE, TOPIC_PATTERN, Parsed
+from metamq.cli.show.units import GROUP, PLACE, TOPIC_PATTERN, Parsed
 from metamq.client.fetch.consumer_options import ConsumerOptions
 from metamq.client.settings import load
 from metamq.errors import OwnershipLost
@@ -50,15 +50,7 @@ BUFFER_BYTES = 64 * 1024
 @click.command(cls=CliCommand, epilog=f"FORMAT: {LETTERS}.")
 @click.argument("topics", type=TOPIC_PATTERN, nargs=-1, required=True)
 @click.option("-g", "--group", type=GROUP, help="Read as a member of this group, and commit printed messages.")
-@click.option(
-    "-p",
-    "--partition",
-    "chosen",
-    type=PARTITION,
-    multiple=True,
-    metavar="PARTITION",
-    help="Read only this partition, such as 0-3; repeatable.",
-)
+@partition_option
 @click.option(
     "--from",
     "place",
@@ -66,15 +58,16 @@ BUFFER_BYTES = 64 * 1024
     default="earliest",
     show_default=True,
     metavar="PLACE",
-    help="First message: earliest, latest, an OFFSET, -N for the last N of each partition, @TIME. A group begins at "
-    "its committed offsets; PLACE is for partitions without one.",
+    help="First message: earliest, latest, an OFFSET, -N for the last N of each partition, @TIME. The command waits "
+    "for an OFFSET that does not exist yet. A group begins at its committed offsets; PLACE is for partitions without "
+    "one.",
 )
 @click.option(
     "--until",
     type=PLACE,
     metavar="PLACE",
-    help="Stop before this place in each partition. @TIME stops before the "
-    "first message at or after TIME, or at the present end. An OFFSET that does not exist yet is waited for.",
+    help="Stop before this place in each partition. @TIME stops before the first message at or after TIME, or at the "
+    "present end. The command waits for an OFFSET that does not exist yet.",
 )
 @click.option("-n", "--count", type=click.IntRange(min=1), help="Stop after this number of messages.")
 @click.option(
@@ -173,14 +166,18 @@ def print_messages(
     )
     with consumer, StopSignals() as signals:
         ends = None
+        awaited: Ends = {}
         if seeks or ends_somewhere:
             ends = ends_of(consumer, partitions, until, at_end=at_end)
         if seeks:
-            seek(consumer, place, partitions)
+            awaited = seek(consumer, place, partitions)
             others = [tp for tp in consumer.assignment if tp not in partitions]
             if others:
                 consumer.pause(*others)
-        printer = Printer(consumer, render, signals, commits=group is not None, count=count, ends=ends, matches=matches)
+        printer = Printer(
+            consumer, render, signals, commits=group is not None, count=count, ends=ends, awaited=awaited,
+            matches=matches,
+        )  # fmt: skip
         try:
             printer.run()
         except BrokenPipeError:
@@ -210,9 +207,11 @@ class Printer:
         commits: bool,
         count: int | None,
         ends: Ends | None,
+        awaited: Ends | None = None,
         matches: Matches | None = None,
     ) -> None:
-        """Prepares the output. `ends`: stop after all partitions of ours are read up to these offsets; None: never.
+        """Prepares the output. `awaited`: the first offset to print. `ends`: stop after all partitions of ours are read
+        up to these offsets; None: never.
 
         Without commits, nothing at or behind these offsets is printed, and nothing of other partitions.
         """
@@ -221,6 +220,7 @@ class Printer:
         self._signals = signals
         self._commits = commits
         self._left = count
+        self._awaited = awaited or {}
         self._ends = ends
         self._unread = set(ends or ())
         self._matches = matches
@@ -248,7 +248,8 @@ class Printer:
         self._looked_s = time.monotonic()
         for message in self._consumer:
             self._last = message
-            if self._is_in_range(message) and (self._matches is None or self._matches(message)):
+            is_wanted = self._is_awaited(message) and self._is_in_range(message)
+            if is_wanted and (self._matches is None or self._matches(message)):
                 self._add(self._render(message))
                 if self._left is not None:
                     self._left -= 1
@@ -284,6 +285,11 @@ class Printer:
         if self._ends is None or self._commits:  # what a member of a group skips would be lost to the group
             return True
         return message.offset < self._ends.get(TopicPartition(message.topic, message.partition), 0)
+
+    def _is_awaited(self, message: Message[Any]) -> bool:
+        """Returns True unless a later message was asked for."""
+        tp = TopicPartition(message.topic, message.partition)
+        return not self._awaited or message.offset >= self._awaited.get(tp, 0)
 
     def _passes_end(self, message: Message[Any]) -> bool:
         """Records our position. Returns True if this was the last partition with messages to read."""

@@ -1,7 +1,7 @@
 """Filters of messages: `--key PATTERN`, `--header NAME=PATTERN`, `--where 'PATH OP VALUE'`. All of them must match.
 
-A PATTERN is matched by the whole key or header: `*` is any text, `?` any character, `[ab]` one of these. A condition of
-`--where` looks into a value that is JSON:
+A PATTERN is compared with the whole key or header: `*` is any text, `?` any character, `[ab]` one of these. A condition
+of `--where` looks into a value that is JSON:
 
     .customer.id == 7          the field `id` of the field `customer`; the first dot may be left out
     .lines[0].sku != "A1"      the first element of a list; text with or without quotes
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import click
 
-from metamq.cli.show.units import Parsed
+from metamq.cli.show.units import PARTITION, Parsed
 from metamq.client.model import Message
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,8 +44,8 @@ _WRITE_IT = "write it like '.customer.id == 7'; operators: == != < <= > >= ~"
 
 def parse_pattern(text: str) -> Callable[[bytes], object]:
     """Returns a function that matches a pattern with all of some bytes."""
-    # Bytes as Latin-1 characters: `?` then matches one byte, whatever the encoding is.
-    return re.compile(translate(os.fsencode(text).decode("latin-1")).encode("latin-1")).match
+    matches = re.compile(translate(os.fsencode(text).decode("utf-8", "surrogateescape"))).match
+    return lambda data: matches(data.decode("utf-8", "surrogateescape"))
 
 
 def parse_header(text: str) -> Matches:
@@ -136,13 +136,24 @@ def _at(value: Any, steps: list[Any]) -> Any:
     return value
 
 
+partition_option = click.option(
+    "-p",
+    "--partition",
+    "chosen",
+    type=PARTITION,
+    multiple=True,
+    metavar="PARTITION",
+    help="Only this partition, such as 0-3; repeatable.",
+)
+
+
 def filter_options(command: F) -> F:
     """Adds the options that select messages. They arrive as `key`, `headers` and `conditions`, for all_of()."""
     for option in reversed((
-        click.option("--key", type=Parsed("pattern", parse_key), metavar="PATTERN", help="Only messages with such a "
-                     "key: 'customer-*'."),
+        click.option("--key", type=Parsed("pattern", parse_key), metavar="PATTERN", help="Only messages whose key "
+                     "matches, as 'customer-*'."),
         click.option("--header", "headers", type=Parsed("header", parse_header), multiple=True,
-                     metavar="NAME=PATTERN", help="Only messages with such a header; repeatable."),
+                     metavar="NAME=PATTERN", help="Only messages with a header that matches; repeatable."),
         click.option("--where", "conditions", type=Parsed("condition", parse_condition), multiple=True,
                      metavar="CONDITION", help="Only messages whose value is JSON for which this holds, as "
                      "'.customer.id == 7'; repeatable. Operators: == != < <= > >=, and ~ for contained text."),

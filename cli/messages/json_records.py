@@ -73,11 +73,7 @@ def _message(record: Any) -> Record:
 
 
 def _headers(record: dict[str, Any]) -> dict[str, bytes] | None:
-    texts = record.get("headers") or {}
-    encoded = record.get("headers_base64") or {}
-    for name, given in (("headers", texts), ("headers_base64", encoded)):
-        if not isinstance(given, dict):
-            raise ValueError(f"`{name}` is an object, not {given!r:.40}")
+    texts, encoded = (_object(record, name) for name in ("headers", "headers_base64"))
     headers = {}
     for name in dict.fromkeys([*texts, *encoded]):
         header = _bytes({name: texts.get(name), f"{name}_base64": encoded.get(name)}, name)
@@ -85,6 +81,15 @@ def _headers(record: dict[str, Any]) -> dict[str, bytes] | None:
             raise ValueError(f"the header {name!r} has no value")
         headers[name] = header
     return headers or None
+
+
+def _object(record: dict[str, Any], name: str) -> dict[str, Any]:
+    given = record.get(name)
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise ValueError(f"`{name}` is an object, not {given!r:.40}")
+    return given
 
 
 def _bytes(record: dict[str, Any], name: str) -> bytes | None:

@@ -147,8 +147,9 @@ def produce(
     producer: Producer[bytes] = Producer(**current().client(), compression=compression)
     with producer, interrupt:
         sender = InputSender(
-            producer, topic, _bytes(key), key_separator, dict(headers) or None, partition, delimiter, records
-        )
+            producer, topic, _bytes(key), key_separator, dict(headers) or None, partition, delimiter, records,
+            notes_places=output == "json",
+        )  # fmt: skip
         try:
             if values:
                 sender.send([os.fsencode(value) for value in values])
@@ -254,6 +255,8 @@ class InputSender:
     delimiter: bytes = b"\n"
     records: bool = False
     """True: a line is a JSON record."""
+    notes_places: bool = False
+    """True: the partitions and offsets of stored messages are kept for the report."""
 
     def __post_init__(self) -> None:
         self._pending: deque[tuple[Delivery | ManyDelivery, int]] = deque()
@@ -329,7 +332,8 @@ class InputSender:
             if error is not None:
                 raise error
             self._stored += number
-            self._note(delivery.result())
+            if self.notes_places:
+                self._note(delivery.result())
 
     def _note(self, stored: Receipt | list[ReceiptRange]) -> None:
         """Notes the partitions and offsets of stored messages."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from metamq import Consumer
 from metamq.cli.context import current
+from metamq.cli.show.output import say
 from metamq.cli.show.units import is_pattern
 from metamq.errors import ConfigError, ConnectError, PartitionNotFound, TopicNotFound
 from metamq.zk.partitions import TopicPartition
@@ -101,8 +102,10 @@ def _offset_of(tp: TopicPartition, found: PartitionDescription, place: Literal["
     return end if place == "latest" else found.start_offset
 
 
-def seek(consumer: Consumer[bytes], place: Place, partitions: Found) -> None:
-    """Seeks to the place in each of the partitions. An offset, or a number of messages, stays within the log."""
+def seek(consumer: Consumer[bytes], place: Place, partitions: Found) -> Ends:
+    """Seeks to the place in each of the partitions, within its log. Returns the offset for which to wait, where it is
+    above the present end. Says it if the log begins later."""
+    awaited = {}
     for tp in consumer.assignment:
         found = partitions.get(tp)
         if found is None:
@@ -112,8 +115,13 @@ def seek(consumer: Consumer[bytes], place: Place, partitions: Found) -> None:
             assert found.start_offset is not None
             wanted = end + place if place < 0 else place
             consumer.seek(tp, min(max(wanted, found.start_offset), end))
+            if wanted > end:
+                awaited[tp] = wanted
+            elif 0 <= place < found.start_offset:
+                say(f"{tp} begins at offset {found.start_offset}: the messages before it were removed.")
         else:
             consumer.seek(tp, place)
+    return awaited
 
 
 def check_range(place: Place, until: Place | None) -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from metamq.cli.command import CliCommand
-from metamq.cli.messages.filters import Matches, all_of, filter_options
+from metamq.cli.messages.filters import Matches, all_of, filter_options, partition_option
 from metamq.cli.show.message_format import as_json
 from metamq.cli.show.output import output_option
 from metamq.cli.show.terminal import escaped_bytes
-from metamq.cli.show.units import PARTITION, TOPIC_PATTERN, is_pattern
+from metamq.cli.show.units import TOPIC_PATTERN, is_pattern
 
 if TYPE_CHECKING:
     from metamq.cli.messages.ranges import Place
@@ -30,15 +30,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="Begin with the last N messages of each partition.",
 )
-@click.option(
-    "-p",
-    "--partition",
-    "chosen",
-    type=PARTITION,
-    multiple=True,
-    metavar="PARTITION",
-    help="Only this partition, such as 0-3; repeatable.",
-)
+@partition_option
 @filter_options
 @click.option("--count", type=click.IntRange(1), metavar="N", help="Stop after N printed messages.")
 @click.option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from metamq.cli.show.units import show_bytes
@@ -178,8 +178,8 @@ Rows = list[list[object]]
 Section = tuple[str, list[str], Rows]
 
 
-def sections(found: ClusterLoad, order: str) -> list[Section]:
-    """Returns the name, the headings and the sorted rows of each section: brokers, topics, groups."""
+def ordered(found: ClusterLoad, order: str) -> ClusterLoad:
+    """Returns the figures with topics and groups in this order."""
     by_topic: dict[str, Callable[[TopicLoad], Any]] = {
         "rate": lambda one: (-(one.messages_s or 0), one.topic),
         "size": lambda one: (-one.size_bytes, one.topic),
@@ -190,6 +190,13 @@ def sections(found: ClusterLoad, order: str) -> list[Section]:
         "size": lambda one: (-(one.lag or 0), one.group),
         "name": lambda one: one.group,
     }
+    topics, groups = sorted(found.topics, key=by_topic[order]), sorted(found.groups, key=by_group[order])
+    return replace(found, topics=topics, groups=groups)
+
+
+def sections(found: ClusterLoad, order: str) -> list[Section]:
+    """Returns the name, the headings and the sorted rows of each section: brokers, topics, groups."""
+    found = ordered(found, order)
     return [
         (
             "brokers",
@@ -210,7 +217,7 @@ def sections(found: ClusterLoad, order: str) -> list[Section]:
                     one.topic, one.partitions, _rate(one.messages_s), _bytes(one.bytes_in_s), one.messages,
                     _bytes(one.size_bytes),
                 ]
-                for one in sorted(found.topics, key=by_topic[order])
+                for one in found.topics
             ],
         ),
         (
@@ -218,7 +225,7 @@ def sections(found: ClusterLoad, order: str) -> list[Section]:
             ["GROUP", "MEMBERS", "DONE/S", "LAG"],
             [
                 [one.group, one.members, _rate(one.done_s), one.lag]
-                for one in sorted(found.groups, key=by_group[order])
+                for one in found.groups
             ],
         ),
     ]  # fmt: skip

@@ -6,6 +6,13 @@ from tests.cli.conftest import Metamq
 from tests.one_zookeeper import cluster
 
 
+def test_options_of_a_broker_before_list_are_refused(offline: Metamq) -> None:
+    for option in (("--id", 3), ("-o", "json")):
+        ended = offline("broker", *option, "list")
+        assert ended.status == 2
+        assert "is for a broker that runs: give it after `list`, or omit it" in ended.talk
+
+
 def test_brokers_are_listed_up_and_down(offline: Metamq) -> None:
     with cluster() as running:
         other = running.add_broker(id=1)

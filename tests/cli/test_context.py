@@ -83,6 +83,21 @@ def test_a_broker_does_not_join_the_cluster_of_the_context_in_use(offline: Metam
     assert "http://away" not in offline("broker", "--data", tmp_path, "--root", "wrong").talk
 
 
+def test_a_broker_takes_its_settings_from_the_file_of_its_context(offline: Metamq, tmp_path: Path) -> None:
+    (tmp_path / "prod.toml").write_text('zookeeper = "127.0.0.1:1"\n[broker]\nport = "many"\n')
+    offline("context", "add", "prod", "--config", tmp_path / "prod.toml")
+    ended = offline("broker", "--data", tmp_path / "data", "--context", "prod")
+    assert ended.status == 1
+    assert f"port in [broker] of {tmp_path / 'prod.toml'} must be a whole number, not 'many'" in ended.talk
+
+
+def test_the_choice_is_shown_with_the_fields_words(offline: Metamq) -> None:
+    shown = offline("context", "show", "--zookeeper", "127.0.0.1:1").text
+    assert [line.split("  ")[0] for line in shown.splitlines()[1:]] == [
+        "Context", "Chosen by", "ZooKeeper", "Root", "Settings file", "TLS", "Contexts in",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -78,6 +78,9 @@ def test_what_is_no_condition_is_explained(text: str) -> None:
         ("*", None, False),
         ("", b"", True),
         ("\udcff*", b"\xff\n\x00", True),
+        ("[éa]lan", "élan".encode(), True),
+        ("[é]", b"\xc3", False),
+        ("?", "é".encode(), True),
     ],
 )
 def test_keys(pattern: str, key: bytes | None, matches: bool) -> None:

@@ -16,11 +16,13 @@ import pytest
 
 from metamq import TopicPartition
 from metamq.cli.messages.consume import Printer
+from metamq.cli.messages.produce import InputSender
 from metamq.cli.messages.ranges import PollingConsumer
 from metamq.cli.processes import StopSignals
 from metamq.cli.show.message_format import as_raw
 from metamq.testing import Cluster
 from tests.cli.conftest import but_for_closing
+from tests.one_zookeeper import cluster
 
 Metamq = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -177,6 +179,36 @@ def test_an_end_that_does_not_exist_yet_is_waited_for(process: Start, metamq: Me
     metamq("produce", topic, "b", "c", "d")
     rest, _talk = child.communicate(timeout=90)
     assert (child.returncode, rest) == (0, b"b\nc\n")
+
+
+def test_a_start_that_does_not_exist_yet_is_waited_for(process: Start, metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, "a")
+    child = process("consume", topic, "--from", 3, "-n", 1)
+    metamq("produce", topic, "b", "c", "d", "e")
+    printed, _talk = child.communicate(timeout=90)
+    assert (child.returncode, printed) == (0, b"d\n")
+
+
+@pytest.mark.slow
+def test_a_start_that_retention_has_removed_is_reported(offline: Metamq, until: Until) -> None:
+    with cluster(retention_check_s=0.1) as running:
+        running.create_topic("t", partitions=1, segment_bytes=3000, retention_bytes=3000)
+        with running.producer() as producer, running.admin() as admin:
+            for number in range(40):
+                producer.send("t", b"%d" % number * 100).result(60)
+            until(lambda: (admin.describe_topic("t").partitions[0].start_offset or 0) > 1)
+        ended = offline("consume", "t", "--from", 1, "-e", "--zookeeper", running.zookeeper)
+    assert ended.status == 0
+    assert "t/0-0 begins at offset" in ended.talk
+
+
+def test_offsets_are_kept_only_for_a_report_that_has_them(running: Cluster, topic: str) -> None:
+    with running.producer() as producer:
+        for kept in (False, True):
+            sender = InputSender(producer, topic, None, None, None, None, notes_places=kept)
+            sender.send([b"a", b"b"])
+            sender.finish()
+            assert bool(sender._places) == kept
 
 
 def test_a_printed_time_is_a_place(metamq: Metamq, topic: str) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from metamq.cli.commands.top import screen
-from metamq.cli.show.top_view import ORDERS, Sample, figures, sections
+from metamq.cli.commands import top as top_command
+from metamq.cli.commands.top import _sampler, screen
+from metamq.cli.show.top_view import ORDERS, ClusterLoad, GroupLoad, Sample, figures, ordered, sections
 from metamq.client.admin.admin_model import (
     BrokerDescription,
     BrokerStatistics,
@@ -64,6 +65,12 @@ def test_after_a_restart_a_rate_is_not_known(change: dict[str, Any]) -> None:
     found = figures(sample(10), sample(12, **{"time_ms": 7000, **change}))
     assert found.brokers[0].messages_s is None
     assert found.topics[0].messages_s is None
+
+
+def test_a_document_has_the_wanted_order() -> None:
+    groups = [GroupLoad(name, 1, rate, lag) for name, rate, lag in (("b", 1.0, 5), ("a", 2.0, 3), ("c", None, None))]
+    names = {order: [one.group for one in ordered(ClusterLoad(1, [], [], groups), order).groups] for order in ORDERS}
+    assert names == {"rate": ["a", "b", "c"], "size": ["b", "a", "c"], "name": ["a", "b", "c"]}
 
 
 def test_what_fits_is_shown_on_any_screen() -> None:
@@ -131,6 +138,25 @@ def test_a_broker_that_is_away_hides_no_other(offline: Metamq) -> None:
         found = offline("top", *options).json
     assert [one["state"] for one in found["brokers"]] == ["live", "down"]
     assert found["topics"][0]["partitions"] == 2
+
+
+@pytest.mark.slow
+def test_many_groups_of_a_frozen_broker_hide_no_other_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top_command, "ANSWER_S", 1.0)
+    with cluster() as running:
+        other = running.add_broker(id=1)
+        running.create_topic("t", partitions=2)
+        for number in range(2 * top_command.THREADS):
+            with running.consumer(topics="t", group=f"g{number}"):
+                pass
+        with running.admin() as admin, _sampler(admin) as sampler:
+            other.freeze()
+            try:
+                samples = [sampler.sample() for _ in range(3)]
+            finally:
+                other.thaw()
+    assert [list(one.statistics) for one in samples] == [[0]] * 3
+    assert [list(one.problems) for one in samples] == [[1]] * 3
 
 
 @pytest.mark.parametrize("ending", [b"q", b"\x03"])

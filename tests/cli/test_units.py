@@ -79,6 +79,11 @@ def test_flush_policies() -> None:
     assert parse_flush("never") == FlushEvery(None, None)
 
 
+def test_an_error_lists_the_forms_of_a_place() -> None:
+    with pytest.raises(ValueError, match="an offset, -10 for the last ten, or @2026"):
+        parse_place("yesterday")
+
+
 def test_places() -> None:
     assert [parse_place(text) for text in ("earliest", "end", "12", "-3")] == ["earliest", "latest", 12, -3]
     assert parse_place("@2026-11-01T00:00Z") == datetime(2026, 11, 1, tzinfo=UTC)
