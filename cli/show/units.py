@@ -101,9 +101,8 @@ def parse_place(text: str) -> Literal["earliest", "latest"] | datetime | int:
         return parse_time(text[1:])
     if re.fullmatch(r"-?\d+", text):
         return int(text)
-    raise ValueError(
-        f"{text!r} is not a place in a log: write earliest, latest, an offset, -10 for the last ten, or @2026-11-01T00:00"
-    )
+    forms = "earliest, latest, an offset, -10 for the last ten, or @2026-11-01T00:00"
+    raise ValueError(f"{text!r} is not a place in a log: write {forms}")
 
 
 def is_pattern(text: str) -> bool:
