@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from metamq.client.settings import cluster_access
 from metamq.errors import MetamqError, Timeout
 from metamq.security.config import SecurityConfig
 from metamq.zk.server.embedded import freeze
@@ -61,11 +62,12 @@ class BrokerProcess:
         settings = {**self.settings, "id": self.broker_id, "data": self.data, "port": self.port}
         environment = {f"METAMQ_BROKER_{name.upper()}": str(value) for name, value in settings.items()}
         environment["METAMQ_ZOOKEEPER"] = self._zookeeper
+        environment["METAMQ_ROOT"] = cluster_access(self._zookeeper, None, None, self.security).root
         environment |= {f"METAMQ_SECURITY_{name.upper()}": str(one) for name, one in asdict(self.security).items()}
         with self.log_path.open("a") as log:
             self._process = self.popen(
                 [*self.command, "--with-parent"],
-                env={**os.environ, **environment},
+                env={**_environment(), **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -172,3 +174,9 @@ class BrokerProcess:
             assert pipe is not None
             pipe.close()
         self._process = None
+
+
+def _environment() -> dict[str, str]:
+    """Returns our environment without settings for other brokers. The root stays: clients of the tests use it, too."""
+    others = ("METAMQ_BROKER_", "METAMQ_SECURITY_", "METAMQ_CONFIG", "METAMQ_CONTEXT", "METAMQ_LOG_FORMAT")
+    return {name: value for name, value in os.environ.items() if not name.startswith(others)}

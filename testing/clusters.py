@@ -244,7 +244,8 @@ class Cluster:
         self._cuttable().heal(way, way.back)
 
     def restart(self, party: Party) -> None:
-        """Stops a broker gracefully, or kills ZooKeeper, and starts it again on the same port and data."""
+        """Starts a party again on the same port and data. A broker stops gracefully before that; ZooKeeper is killed,
+        as it has no other stop. Undoes a freeze."""
         if isinstance(party, BrokerProcess):
             party.restart()
         else:
@@ -348,8 +349,9 @@ def cluster(
     security: SecurityConfig = INSECURE,
     **settings: object,
 ) -> Iterator[Cluster]:
-    """Runs a cluster for a `with` block. `folder` keeps its data; by default the data is removed at the end.
+    """Runs a cluster for a `with` block.
 
+    folder:    a new or empty folder, which keeps the data; by default the data is removed at the end.
     brokers:   the number of broker ids, each with one master.
     slaves:    the number of slaves of each broker id. The block begins when they are in sync.
     network:   True puts a network between all parties that cut() can cut. Needs Linux.
@@ -363,6 +365,8 @@ def cluster(
     with contextlib.ExitStack() as stack:
         place = folder or stack.enter_context(temporary_folder())
         place.mkdir(parents=True, exist_ok=True)
+        if any((place / name).exists() for name in ("zookeeper", "broker-0")):
+            raise ConfigError(f"the folder {place} has the data of a cluster", hint="Give each cluster a new folder.")
         server = zookeeper or stack.enter_context(EmbeddedZooKeeper(place / "zookeeper", security=security))
         running = Cluster(server, place, security, network=network)
         try:

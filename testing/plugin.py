@@ -33,16 +33,21 @@ PAIR = {"slaves": 1, "network": True, "failover": "auto", "session_timeout_ms": 
 
 
 def cluster_fixture(*, scope: Literal["session", "package", "module", "class", "function"], **settings: Any) -> Any:
-    """Returns a fixture that runs a cluster. `settings` are those of `metamq.testing.cluster`.
+    """Returns a fixture that runs a cluster. `settings` are those of `metamq.testing.cluster`; in `folder` each cluster
+    has a new folder.
 
     metamq_cluster = cluster_fixture(scope="module", brokers=2)     # in a test module or conftest.py
     """
 
     @pytest.fixture(scope=scope)
-    def running_cluster() -> Iterator[Cluster]:
+    def running_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         from metamq.testing.clusters import cluster
+        from metamq.testing.temporary_folder import own_folder
 
-        with cluster(**settings) as running:
+        own = dict(settings)
+        if (folder := own.get("folder")) is not None:  # tests and workers share it
+            own["folder"] = own_folder(folder, request.node.name)
+        with cluster(**own) as running:
             yield running
 
     running_cluster.__doc__ = f"A cluster for each {scope}."
@@ -112,7 +117,9 @@ def _of_the_tests_plugin(request: pytest.FixtureRequest, kind: str) -> Any:
             "with pytest.mark.anyio",
             pytrace=False,
         )
-    return request.getfixturevalue(f"_metamq_asyncio_{kind}")
+    mark = request.node.get_closest_marker("asyncio")
+    scope = (mark and mark.kwargs.get("loop_scope")) or request.config.getini("asyncio_default_test_loop_scope")
+    return request.getfixturevalue(f"_metamq_asyncio_{kind}_{scope or 'function'}")
 
 
 @pytest.fixture

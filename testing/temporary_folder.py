@@ -8,12 +8,14 @@ still write into it for a moment: the shell repeats the removal.
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+NAME_CHARACTERS = 60
 _REMOVE = 'read _; for _ in 1 2 3 4 5 6 7 8 9 10 11 12; do rm -rf "$1" && sleep 1 && [ ! -e "$1" ] && break; done'
 
 
@@ -33,3 +35,10 @@ def temporary_folder() -> Iterator[Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             remover.kill()
+
+
+def own_folder(folder: Path, name: str) -> Path:
+    """Makes a new folder in `folder`, which it makes if it does not exist. The new name begins with `name`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = re.sub("[^A-Za-z0-9_-]+", "-", name)[:NAME_CHARACTERS].strip("-") or "cluster"
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=folder))

@@ -62,6 +62,42 @@ def test_the_tests_of_the_guide_pass(workers: str, tmp_path: Path) -> None:
     wait_until(lambda: is_empty(tmp_path / "tmp"), what="the end of the folders")
 
 
+OTHER_LOOPS = """
+import os
+from pathlib import Path
+import pytest
+from metamq.testing import cluster_fixture
+
+metamq_cluster = cluster_fixture(scope="module", folder=Path("kept"))
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("times", [1, 2])
+async def test_in_the_loop_of_the_module(metamq_aio_producer, metamq_aio_consumer, metamq_topic, times):
+    await metamq_aio_producer.send(metamq_topic, b"17")
+    assert [message.value async for message in metamq_aio_consumer] == [b"17"]
+
+@pytest.mark.asyncio
+async def test_in_its_own_loop(metamq_aio_producer, metamq_topic):
+    await metamq_aio_producer.send(metamq_topic, b"17")
+"""
+
+
+@pytest.mark.slow
+def test_loops_of_any_scope_a_kept_folder_and_an_environment_for_other_brokers(tmp_path: Path) -> None:
+    """The settings of the environment are for another broker: it would not start with them."""
+    (tmp_path / "wrong.toml").write_text("[broker]\nport = 7\nunknown = 1\n")
+    others = {"METAMQ_CONFIG": str(tmp_path / "wrong.toml"), "METAMQ_BROKER_LEARNER": "yes", "METAMQ_ROOT": "/other"}
+    for number in (1, 2):
+        (tmp_path / f"test_{number}.py").write_text(OTHER_LOOPS)
+    done = subprocess.run(
+        command("--rootdir", str(tmp_path), str(tmp_path)), env={**environment(tmp_path), **others}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 6 passed" in done.stdout
+    assert sorted(path.name[:9] for path in (tmp_path / "kept").iterdir()) == ["test_1-py", "test_2-py"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_pytest_that_is_ended_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from metamq.errors import Timeout
+from metamq.errors import ConfigError, Timeout
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.server.ports import free_port
 from tests.parts import gone, wait_until
@@ -24,6 +24,14 @@ def test_a_broker_that_ended_by_itself_is_no_trouble_at_the_end() -> None:
     with cluster() as running:
         os.kill(running.broker.pid, signal.SIGKILL)
         wait_until(lambda: not running.broker.running)
+
+
+def test_a_folder_is_for_one_cluster(metamq_cluster: Cluster) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"has the data of a cluster.*a new folder"),
+        cluster(folder=metamq_cluster.folder),
+    ):
+        pass
 
 
 def test_a_broker_that_never_serves_is_given_up(tmp_path: Path) -> None:
