@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from metamq.client.fetch.inbox import InFlightBatch
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.offsets.offsets import OffsetStorage
+    from metamq.client.schemas.topic import Topic
     from metamq.security.config import SecurityConfig
     from metamq.zk.partitions import TopicPartition
 
@@ -49,7 +50,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self,
         zookeeper: str | None = None,
         *,
-        topics: Collection[str] | str,
+        topics: Collection[str] | str | Topic[T],
         group: str | None = None,
         start: Start = "earliest",
         decode: Callable[[bytes], T] | None = None,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from metamq.client.fetch.inbox import InFlightBatch
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.offsets.offsets import OffsetStorage
+    from metamq.client.schemas.topic import Topic
     from metamq.security.config import SecurityConfig
     from metamq.zk.partitions import TopicPartition
 
@@ -46,7 +47,7 @@ class Consumer(ConsumerApi[T]):
 
     zookeeper:   "host:port,host:port/chroot"; the default is $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
     root:        the root znode of metamq; the default is $METAMQ_ROOT, the TOML file, then /meta.
-    topics:      names of topics.
+    topics:      names of topics, or one Topic, which decodes the values.
     group:       the group's name. The group's offsets are kept, see `offsets`. Without a group the consumer reads every
                  partition and keeps no offsets.
     start:       the place to begin at in a partition for which the group has no offset: "earliest", "latest", or an
@@ -87,7 +88,7 @@ class Consumer(ConsumerApi[T]):
         self,
         zookeeper: str | None = None,
         *,
-        topics: Collection[str] | str,
+        topics: Collection[str] | str | Topic[T],
         group: str | None = None,
         start: Start = "earliest",
         decode: Callable[[bytes], T] | None = None,

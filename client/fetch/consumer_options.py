@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from metamq.client.checks import check_ranges, is_whole, wrong_type
 from metamq.client.group.strategies import check_strategy
+from metamq.client.schemas.topic import Topic
 from metamq.errors import ConfigError
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
 from metamq.zk.names import check_consumer, check_group, check_topic
@@ -91,7 +92,7 @@ class ConsumerPlan:
 
 
 def consumer_plan(
-    topics: Collection[str] | str,
+    topics: Collection[str] | str | Topic[Any],
     group: str | None,
     *,
     consumer_id: str | None,
@@ -104,6 +105,10 @@ def consumer_plan(
     decode: Callable[[bytes], Any] | None,
 ) -> ConsumerPlan:
     """Checks a Consumer's arguments. Raises ConfigError."""
+    if isinstance(topics, Topic):
+        if decode is not None:
+            raise ConfigError(f"{topics!r} decodes its values, and there is `decode=`", hint="Leave `decode=` out.")
+        decode, topics = topics.decode, topics.name
     if not isinstance(topics, str | Collection):
         raise wrong_type("`topics`", "a name or a list of names", topics)
     for name, flag in (("auto_commit", auto_commit), ("broadcast", broadcast)):

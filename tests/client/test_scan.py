@@ -408,7 +408,13 @@ def test_wrong_arguments(shop: Shop, options: dict[str, Any], error: type[Except
 
 
 def test_wrong_topics(shop: Shop) -> None:
-    for topics, error in (("nowhere", TopicNotFound), ([], ConfigError), ("a b", ConfigError), (7, WrongType), (b"t", WrongType)):
+    for topics, error in (
+        ("nowhere", TopicNotFound),
+        ([], ConfigError),
+        ("a b", ConfigError),
+        (7, WrongType),
+        (b"t", WrongType),
+    ):
         with pytest.raises(error):
             scan(shop, topics)
 
