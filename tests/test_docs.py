@@ -78,7 +78,9 @@ def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path
         assert done.returncode == 0, f"{document}, snippet {number}:\n{snippet}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("document", ["docs/producing.md", "docs/administering.md", "docs/consuming.md"])
+@pytest.mark.parametrize(
+    "document", ["docs/producing.md", "docs/administering.md", "docs/consuming.md", "docs/typed.md"]
+)
 def test_commands_run_as_printed(document: str, tmp_path: Path) -> None:
     found = SHELL.findall((ROOT / document).read_text())
     assert found, f"{document} has no commands"

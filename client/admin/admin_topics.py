@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from metamq.client.admin.admin_brokers import ask_offsets, children, sizes_on_disk
 from metamq.client.admin.admin_model import PartitionDescription, TopicDescription, TopicSettings
 from metamq.client.checks import check_seconds, is_whole, wrong_type
-from metamq.client.schemas.compatibility import check_compatible
+from metamq.client.schemas.compatibility import check_compatible, without_layout
 from metamq.client.schemas.topic import Topic
 from metamq.client.settings import unknown
 from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError, NotAuthorized, Timeout, TopicExists
@@ -188,10 +188,10 @@ async def load_schemas(cluster: ClusterClient, topic: str | Topic[Any]) -> Topic
 
 def _named_schema(topic: str | Topic[Any], schema: Schema | None) -> tuple[str, Schema]:
     if isinstance(topic, Topic):
-        return topic.name, topic.schema if schema is None else schema
+        return topic.name, without_layout(topic.name, topic.schema if schema is None else schema)
     if not isinstance(schema, Schema):
         raise wrong_type("`schema`", "a Schema, if `topic` is a name", schema)
-    return topic, schema
+    return topic, without_layout(topic, schema)
 
 
 async def delete_topic(cluster: ClusterClient, topic: str, timeout_s: float) -> TopicConfig | None:

@@ -5,7 +5,12 @@ A topic keeps messages of all versions, so a new schema is checked against every
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
+from metamq.client.schemas.avro import avro_shape, avro_text
 from metamq.client.schemas.json_shape import json_shape
+from metamq.client.schemas.protobuf import protobuf_shape
 from metamq.client.schemas.shapes import Mismatch, Shape, mismatches
 from metamq.errors import ConfigError, SchemaIncompatible
 from metamq.zk.cluster.schemas import Schema, TopicSchemas
@@ -22,19 +27,33 @@ def shape_of(topic: str, schema: Schema) -> Shape:
     """Returns the shape of a schema. Raises ConfigError for one that is wrong or too large."""
     TopicSchemas((schema,)).validate(topic)
     if schema.format == "avro":
-        from metamq.client.schemas.avro import avro_shape
-
         return avro_shape(schema.definition)
     if schema.format == "protobuf":
-        from metamq.client.schemas.protobuf import protobuf_shape
-
         return protobuf_shape(schema.definition)
     try:
         return json_shape(parse(schema.definition.encode()))
     except (ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"the JSON Schema is wrong: {error}", hint="Correct it, and register it again.") from None
+        raise _wrong_json(error) from None
+
+
+def without_layout(topic: str, schema: Schema) -> Schema:
+    """Returns the schema without the layout of its text, so that files of the same content are equal. Raises
+    ConfigError."""
+    TopicSchemas((schema,)).validate(topic)
+    if schema.format == "avro":
+        return replace(schema, definition=avro_text(schema.definition))
+    if schema.format != "json":
+        return schema
+    try:
+        return replace(schema, definition=json.dumps(parse(schema.definition.encode()), sort_keys=True))
+    except ValueError as error:
+        raise _wrong_json(error) from None
+
+
+def _wrong_json(error: Exception) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return error
+    return ConfigError(f"the JSON Schema is wrong: {error}", hint="Correct it, and register it again.")
 
 
 def check_compatible(topic: str, schemas: TopicSchemas, new: Schema) -> None:
