@@ -21,6 +21,7 @@ from metamq.client.consumer.key_order import KeyOrderPool
 from metamq.client.consumer.listener import ListenerPool
 from metamq.client.consumer.receivers import ThreadReceiver
 from metamq.client.consumer.retrying import Listener, Order, RetryPolicy, check_order
+from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.connections import NOT_GIVEN, BlockingConnection, blocking_database_of
@@ -134,7 +135,7 @@ class Consumer(ConsumerApi[T]):
         )
         self._receiver = ThreadReceiver(self._core, self._background, idle_timeout_s, confirms=self._asks_for_the_end)
         self._access = cluster_access(zookeeper, root, config, security)
-        self._background.run(self._core.open(self._access))
+        self._background.run(open_with_schemas(self._core, self._access))
         self._closed = False
 
     def __iter__(self) -> Iterator[Message[T]]:

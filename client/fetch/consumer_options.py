@@ -89,6 +89,8 @@ class ConsumerPlan:
     broadcast: bool
     offsets: OffsetStorage | None
     decode: Callable[[bytes], Any] | None
+    typed: Topic[Any] | None = None
+    """The Topic that decodes the values."""
 
 
 def consumer_plan(
@@ -105,6 +107,7 @@ def consumer_plan(
     decode: Callable[[bytes], Any] | None,
 ) -> ConsumerPlan:
     """Checks a Consumer's arguments. Raises ConfigError."""
+    typed = topics if isinstance(topics, Topic) else None
     if isinstance(topics, Topic):
         if decode is not None:
             raise ConfigError(f"{topics!r} decodes its values, and there is `decode=`", hint="Leave `decode=` out.")
@@ -145,6 +148,7 @@ def consumer_plan(
         broadcast=broadcast,
         offsets=offsets,
         decode=decode,
+        typed=typed,
     )
 
 

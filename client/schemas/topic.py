@@ -49,8 +49,8 @@ class Topic(Generic[V]):
         """Returns a topic of Avro records, as dicts. `definition` is the text of an .avsc file.
 
         Each message begins with 5 bytes, as Confluent's serializers write them: a zero byte, and the version of the
-        writer's schema in 4 bytes. So messages need a registered schema: call Admin.register_schema(topic) to send,
-        or Admin.load_schemas(topic) to read, once in each process.
+        writer's schema in 4 bytes. So messages need a registered schema: call Admin.register_schema(topic) once in
+        each process that sends. A Consumer of the topic follows its schemas by itself.
         Raises ConfigError for a wrong definition, and without fastavro.
         """
         topic: Topic[dict[str, Any]] = Topic.__new__(Topic)
@@ -75,6 +75,11 @@ class Topic(Generic[V]):
             if not issubclass(kind, self._kind):
                 raise self._mismatch(next(value for value in values if type(value) is kind))
         return list(map(self._codec.encode, values))
+
+    @property
+    def has_versions(self) -> bool:
+        """True if messages name the version of their schema, as those of Avro do."""
+        return self._codec.learn is not None
 
     def learn(self, versions: dict[int, str]) -> None:
         """Takes registered Avro definitions, by version; the Admin calls it."""

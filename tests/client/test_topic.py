@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from google.protobuf.wrappers_pb2 import StringValue
 
 from metamq import Message, Topic, aio
 from metamq.errors import ConfigError, DecodeError, SchemaIncompatible, TopicNotFound, WrongType
-from metamq.zk.cluster.schemas import SCHEMAS_BYTES_MAX, Schema
+from metamq.zk.cluster.schemas import NO_SCHEMAS, SCHEMAS_BYTES_MAX, Schema
 from metamq.zk.errors import ConnectionLost
 from tests.client.conftest import Shop
 from tests.zk.conftest import take_over
@@ -40,7 +40,7 @@ class Invoice(pydantic.BaseModel):
     paid: bool = False
 
 
-AVSC = {
+AVSC: dict[str, Any] = {
     "type": "record",
     "name": "Trip",
     "fields": [{"name": "number", "type": "int"}, {"name": "place", "type": ["null", "string"], "default": None}],
@@ -190,9 +190,54 @@ def test_a_new_consumer_reads_old_messages_and_an_avro_reader_fills_in_defaults(
     with shop.consumer(name, idle_timeout_s=1) as consumer:
         assert [message.value[:5] for message in consumer] == [b"\0\0\0\0\x01", b"\0\0\0\0\x02"]
     stranger = Topic.avro(name, json.dumps(AVSC))
-    with shop.cluster.consumer(topics=stranger, idle_timeout_s=1) as consumer, pytest.raises(DecodeError) as raised:
-        next(iter(consumer))
-    assert "call load_schemas(topic)" in str(raised.value)
+    stranger.learn({})
+    with pytest.raises(ValueError, match=r"version 2, which is not known here: call load_schemas\(topic\)"):
+        stranger.decode(messages_of_version(2))
+    with pytest.raises(ValueError, match="does not begin with a zero byte"):
+        stranger.decode(b"{}")
+
+
+def messages_of_version(version: int) -> bytes:
+    return b"\0" + version.to_bytes(4, "big") + b"\2"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_running_consumer_reads_versions_that_are_registered_later(shop: Shop, group: str, grouped: bool) -> None:
+    name = shop.topic()
+    old = Topic.avro(name, json.dumps(AVSC))
+    longer = [*AVSC["fields"], {"name": "seats", "type": "int", "default": 4}]
+    new = Topic.avro(name, json.dumps({**AVSC, "fields": longer}))
+    shop.admin.register_schema(old)
+    shop.producer.send(old, {"number": 1, "place": None}).result(60)
+    reader = Topic.avro(name, json.dumps(AVSC))
+    with shop.cluster.consumer(topics=reader, group=group if grouped else None, idle_timeout_s=30) as consumer:
+        messages = iter(consumer)
+        assert next(messages).value == {"number": 1, "place": None}
+        assert shop.admin.register_schema(new) == 2
+        data = new.encode({"number": 2, "place": "Oslo", "seats": 5})
+        shop.until(lambda: can_decode(reader, data))
+        shop.producer.send(new, {"number": 2, "place": "Oslo", "seats": 5})
+        assert next(messages).value == {"number": 2, "place": "Oslo"}
+
+
+def can_decode(topic: Topic[Any], data: bytes) -> bool:
+    try:
+        topic.decode(data)
+    except ValueError:
+        return False
+    return True
+
+
+def test_registered_versions_cannot_be_changed(shop: Shop) -> None:
+    topic = Topic(shop.topic(), Order)
+    shop.admin.register_schema(topic)
+
+    async def rewrite() -> None:
+        async with aio.Admin(shop.cluster.zookeeper) as admin:
+            await admin._core.cluster.topics.alter(topic.name, lambda config: replace(config, schemas=NO_SCHEMAS))
+
+    with pytest.raises(ConfigError, match="its registered schemas cannot change"):
+        asyncio.run(rewrite())
 
 
 def test_a_deleted_topic_has_no_schemas_and_settings_keep_them(shop: Shop) -> None:
