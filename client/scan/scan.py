@@ -182,8 +182,8 @@ def _typed_values(typed: Topic[Any] | None, name: str, config: TopicConfig) -> T
 
     if typed is None:
         return TypedValues(name, *typed_topic(name, config.schemas))
-    if not typed.has_versions:
-        return TypedValues(name, typed.schema, None)
+    if typed.schema.format != "avro":
+        return TypedValues(name, typed.schema, None, is_framed=typed.has_versions)
     typed.learn(config.schemas.by_version)
     return TypedValues(name, typed.schema, typed.decode)
 

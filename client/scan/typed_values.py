@@ -16,6 +16,7 @@ import pyarrow.json as pj
 
 from metamq.client.fetch.arrow import SCHEMA
 from metamq.client.schemas.compatibility import shape_of
+from metamq.client.schemas.frame import SchemaFrame
 from metamq.client.schemas.topic import Topic
 from metamq.errors import ConfigError, DecodeError
 
@@ -53,9 +54,12 @@ def typed_topic(name: str, schemas: TopicSchemas) -> tuple[Schema, Callable[[byt
 class TypedValues:
     """Makes the typed column of a scan."""
 
-    def __init__(self, topic: str, schema: Schema, decode: Callable[[bytes], Any] | None) -> None:
+    def __init__(
+        self, topic: str, schema: Schema, decode: Callable[[bytes], Any] | None, *, is_framed: bool = False
+    ) -> None:
         """Raises ConfigError for a schema that has no columns."""
         self._decode = decode
+        self._is_framed = is_framed
         if schema.format == "protobuf":
             hint = "Scan the topic's name, and decode the column `value` by the class."
             raise ConfigError(f"topic {topic!r} has Protobuf values, which have no Arrow columns here", hint=hint)
@@ -86,6 +90,9 @@ class TypedValues:
     def _values(self, values: pa.Array) -> pa.Array:
         if self._decode is not None:
             return pa.array(list(map(self._decode, values.to_pylist())), type=self.type)
+        if self._is_framed:
+            plain = [SchemaFrame.body(value, has_indexes=False) for value in values.to_pylist()]
+            values = pa.array(plain, pa.binary())
         count = len(values)
         numbers = pc.cast(pc.cast(pa.arange(0, count), pa.string()), pa.binary())
         parts = pa.scalar(b'{"i":'), numbers, pa.scalar(b',"v":'), values, pa.scalar(b"}\n")

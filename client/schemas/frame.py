@@ -7,10 +7,13 @@ then         the value; for Protobuf first the indexes of the message type in it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from metamq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from metamq.client.schemas.value_codec import ValueCodec
 
 
 class SchemaFrame:
@@ -41,6 +44,18 @@ class SchemaFrame:
             )
         return self._head
 
+    @classmethod
+    def body(cls, data: bytes, *, has_indexes: bool) -> bytes:
+        """Returns the value of a message of any version. Raises ValueError."""
+        if len(data) < cls.BYTES or data[0] != 0:
+            raise ValueError("it does not begin with a zero byte and the id of a schema")
+        if not has_indexes:
+            return data[cls.BYTES :]
+        count, at = _varint(data, cls.BYTES)
+        for _ in range(count):
+            _, at = _varint(data, at)
+        return data[at:]
+
     def version_of(self, data: bytes) -> int:
         """Returns the version of a message. Raises ValueError."""
         if len(data) < self.BYTES or data[0] != 0:
@@ -49,3 +64,42 @@ class SchemaFrame:
         if version not in self._known:
             raise ValueError(f"its schema has the version {version}, which is not known here: call load_schemas(topic)")
         return version
+
+
+def framed(topic: str, codec: ValueCodec) -> ValueCodec:
+    """Returns the codec with the framing of its messages. It reads messages of every version."""
+    frame = SchemaFrame(topic, codec.definition())
+
+    def encode(value: Any) -> bytes:
+        return frame.head() + codec.indexes + codec.encode(value)
+
+    def decode(data: bytes) -> Any:
+        return codec.decode(frame.body(data, has_indexes=bool(codec.indexes)))
+
+    return codec._replace(encode=encode, decode=decode, learn=frame.learn)
+
+
+def index_list(indexes: Sequence[int]) -> bytes:
+    """Returns the indexes of a Protobuf message type: their number, then each, as zigzag varints; one byte for [0]."""
+    if list(indexes) == [0]:
+        return b"\0"
+    out = bytearray()
+    for number in (len(indexes), *indexes):
+        rest = number << 1
+        while rest > 0x7F:
+            out.append(rest & 0x7F | 0x80)
+            rest >>= 7
+        out.append(rest)
+    return bytes(out)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Returns a zigzag varint that is not negative, and the place after it. Raises ValueError."""
+    number = shift = 0
+    while at < len(data) and shift < 35:
+        number |= (data[at] & 0x7F) << shift
+        at += 1
+        if data[at - 1] < 0x80:
+            return number >> 1, at
+        shift += 7
+    raise ValueError("its list of message indexes is wrong")

@@ -6,6 +6,7 @@ import base64
 import binascii
 from typing import Any
 
+from metamq.client.schemas.frame import index_list
 from metamq.client.schemas.shapes import Budget, Field, Kind, Shape
 from metamq.client.schemas.value_codec import ValueCodec, library
 from metamq.errors import ConfigError
@@ -22,7 +23,18 @@ def protobuf_codec(kind: Any) -> ValueCodec:
     def encode(value: Any) -> bytes:
         return value.SerializeToString()  # type: ignore[no-any-return]
 
-    return ValueCodec("protobuf", encode, kind.FromString, lambda: _definition(kind))
+    return ValueCodec("protobuf", encode, kind.FromString, lambda: _definition(kind), None, index_list(_indexes(kind)))
+
+
+def _indexes(kind: Any) -> list[int]:
+    """Returns the place of a message type: its index in the file, then those in the types around it."""
+    one, found = kind.DESCRIPTOR, list[int]()
+    while one is not None:
+        around = one.containing_type
+        beside = around.nested_types if around is not None else list(one.file.message_types_by_name.values())
+        found.append([other.full_name for other in beside].index(one.full_name))
+        one = around
+    return found[::-1]
 
 
 def _definition(kind: Any) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from metamq.client.checks import wrong_type
 from metamq.client.schemas.avro import avro_codec
 from metamq.client.schemas.codecs import codec_of
+from metamq.client.schemas.frame import framed
+from metamq.errors import ConfigError
 from metamq.zk.cluster.schemas import Schema
 from metamq.zk.names import check_topic
 
@@ -25,6 +27,8 @@ class Topic(Generic[V]):
 
     kind:  a msgspec.Struct, a dataclass or another class that msgspec knows: the messages are JSON. A pydantic model:
            JSON by pydantic. A class that protoc made: Protobuf. For Avro see Topic.avro().
+    framing: "confluent" begins each message as Confluent's serializers do, with the version of its schema; to send,
+           call Admin.register_schema(topic) once in each process. None stores only the value.
 
     It makes no request, and several clients may share it. `encode` and `decode` convert one value, also as
     `Producer(encode=orders.encode)` and `Consumer(decode=orders.decode)`. A message that `decode` rejects is treated
@@ -33,8 +37,11 @@ class Topic(Generic[V]):
     Raises ConfigError for a type that has no encoding, and if a library is missing: the hint names its pip extra.
     """
 
-    def __init__(self, name: str, kind: type[V]) -> None:
-        self._set(name, codec_of(kind), kind)
+    def __init__(self, name: str, kind: type[V], *, framing: Literal["confluent"] | None = None) -> None:
+        if framing not in (None, "confluent"):
+            raise ConfigError(f"`framing` is {framing!r}", hint="Choose 'confluent' or None.")
+        codec = codec_of(kind)
+        self._set(name, codec if framing is None else framed(name, codec), kind)
 
     def _set(self, name: str, codec: ValueCodec, kind: type[Any]) -> None:
         self.name: str = check_topic(name)
@@ -78,7 +85,7 @@ class Topic(Generic[V]):
 
     @property
     def has_versions(self) -> bool:
-        """True if messages name the version of their schema, as those of Avro do."""
+        """True if messages name the version of their schema: with Avro, and with a framing."""
         return self._codec.learn is not None
 
     def learn(self, versions: dict[int, str]) -> None:

@@ -18,6 +18,8 @@ class ValueCodec(NamedTuple):
     definition: Callable[[], str]
     learn: Callable[[dict[int, str]], None] | None = None
     """Takes the registered definitions by version, if the messages name their version."""
+    indexes: bytes = b""
+    """The bytes after the version in a framed message: the message type of Protobuf."""
 
 
 def library(name: str, extra: str) -> Any:

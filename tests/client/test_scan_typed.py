@@ -116,3 +116,13 @@ def test_what_has_no_columns_is_refused(shop: Shop) -> None:
     shop.admin.register_schema(name, Schema("json", text))
     with pytest.raises(ConfigError, match=r"field 'a\.b' has no Arrow type: it is any"):
         metamq.scan(name, decode="schema", zookeeper=zookeeper)
+
+
+def test_framed_json_has_the_same_columns(shop: Shop) -> None:
+    topic = Topic(shop.topic(), Order, framing="confluent")
+    shop.admin.register_schema(topic)
+    shop.producer.send_many(topic, [Order(1), Order(2)], partition="0-0").result(60)
+    assert table(shop, topic).column("value").to_pylist() == [{"number": 1}, {"number": 2}]
+    shop.producer.send(topic.name, b'{"number": 3}', partition="0-0").result(60)
+    with pytest.raises(DecodeError, match=r"offset 2 .*does not begin with a zero byte"):
+        list(metamq.scan(topic, zookeeper=shop.cluster.zookeeper))

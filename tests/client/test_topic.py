@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pydantic
 import pytest
-from google.protobuf.wrappers_pb2 import StringValue
+from google.protobuf.descriptor_pb2 import DescriptorProto
+from google.protobuf.wrappers_pb2 import DoubleValue, StringValue
 
 from metamq import Message, Topic, aio
 from metamq.errors import ConfigError, DecodeError, SchemaIncompatible, TopicNotFound, WrongType
@@ -53,6 +54,15 @@ VALUES: dict[str, tuple[Callable[[str], Topic[Any]], list[Any]]] = {
         [Invoice.model_validate({"invoice-number": 1}), Invoice.model_validate({"invoice-number": 2, "paid": True})],
     ),
     "protobuf": (lambda name: Topic(name, StringValue), [StringValue(value="one"), StringValue(value="")]),
+    "framed json": (lambda name: Topic(name, Order, framing="confluent"), [Order(1), Order(2, 7.5)]),
+    "framed pydantic": (
+        lambda name: Topic(name, Invoice, framing="confluent"),
+        [Invoice.model_validate({"invoice-number": 1}), Invoice.model_validate({"invoice-number": 2})],
+    ),
+    "framed protobuf": (
+        lambda name: Topic(name, StringValue, framing="confluent"),
+        [StringValue(value="one"), StringValue(value="two")],
+    ),
     "avro": (
         lambda name: Topic.avro(name, json.dumps(AVSC)),
         [{"number": 1, "place": "Oslo"}, {"number": 2, "place": None}],
@@ -342,3 +352,26 @@ def test_all_schemas_of_a_topic_have_a_limit(shop: Shop) -> None:
         for number in range(5):
             shop.admin.register_schema(name, Schema("json", json.dumps({"title": f"{number}{'x' * part}"})))
     assert len(shop.admin.load_schemas(name).versions) == 3
+
+
+def test_the_bytes_of_confluents_framing() -> None:
+    def head_of(kind: Any) -> bytes:
+        topic: Topic[Any] = Topic("orders", kind, framing="confluent")
+        topic.learn({100042: topic.schema.definition})
+        data = topic.encode(kind())
+        assert topic.decode(data) == kind()
+        assert topic.decode(b"\0\xff\xff\xff\xff" + data[5:]) == kind(), "a reader needs no version"
+        for wrong in (b"", b"\1" + data[1:], data[:4]):
+            with pytest.raises(ValueError, match="does not begin with a zero byte"):
+                topic.decode(wrong)
+        return data
+
+    # StringValue is the eighth type of its file; DescriptorProto.ExtensionRange is the first type in the third.
+    assert head_of(StringValue) == bytes.fromhex("00 00 01 86 ca 02 0e")
+    assert head_of(DescriptorProto.ExtensionRange) == bytes.fromhex("00 00 01 86 ca 04 04 00")
+    assert head_of(DoubleValue) == bytes.fromhex("00 00 01 86 ca 00")
+    topic = Topic("orders", StringValue, framing="confluent")
+    with pytest.raises(ValueError, match="list of message indexes is wrong"):
+        topic.decode(b"\0\0\0\0\1\x08\x02")
+    with pytest.raises(ConfigError, match="`framing` is 'kafka'"):
+        Topic("orders", Order, framing="kafka")  # type: ignore[arg-type]
