@@ -10,7 +10,7 @@ import msgspec
 import pydantic
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metamq import Topic
@@ -221,3 +221,45 @@ def test_protobuf_goes_by_numbers() -> None:
     with pytest.raises(SchemaIncompatible) as raised:
         check_compatible("orders", TopicSchemas((first.schema,)), third.schema)
     assert (raised.value.field, raised.value.old, raised.value.new) == ("number = 1", "int32", "text")
+
+
+def accepted(make: Any, kinds: dict[str, Any]) -> list[tuple[str, Topic[Any], Topic[Any]]]:
+    """Each pair of types that the rules accept: the writer's kind, its topic, and the reader's."""
+    topics = {kind: make(kind) for kind in kinds}
+    return [
+        (written, topics[written], topics[read])
+        for written in kinds
+        for read in kinds
+        if is_compatible(topics[written].schema, topics[read].schema, "backward")
+    ]
+
+
+def topic_of_avro(kind: str) -> Topic[Any]:
+    return Topic.avro("orders", avsc({"p": (kind, False)}))
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [
+        (lambda kind: Topic("orders", made_by_msgspec({"p": (kind, False)})), PYTHON),
+        (lambda kind: Topic("orders", made_by_pydantic({"p": (kind, False)})), PYTHON),
+        (topic_of_avro, AVRO),
+    ],
+    ids=["msgspec", "pydantic", "avro"],
+)
+def test_each_pair_of_types_that_the_rules_accept_is_decoded(make: Any, kinds: dict[str, Any]) -> None:
+    pairs = accepted(make, kinds)
+    assert len(kinds) < len(pairs) < len(kinds) ** 2 / 2
+
+    @settings(max_examples=25)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        for kind, writer, reader in pairs:
+            value = data.draw(kinds[kind][1])
+            versions = {1: writer.schema.definition, 2: reader.schema.definition}
+            writer.learn(versions)
+            reader.learn(versions)
+            sent = writer.encode({"p": value} if writer._kind is dict else writer._kind(p=value))
+            reader.decode(sent)
+
+    check()
