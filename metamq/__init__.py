@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from metamq.client.offsets.offsets_file import FileOffsets as FileOffsets
     from metamq.client.scan.scan import Scan as Scan
     from metamq.client.scan.scan import scan as scan
+    from metamq.client.schemas.topic import Topic as Topic
     from metamq.security.config import SecurityConfig as SecurityConfig
     from metamq.tx.app.aio_dead_letters import DeadLetter as DeadLetter
     from metamq.tx.app.aio_dead_letters import LetterFilter as LetterFilter
@@ -55,6 +56,7 @@ _HOME = {
     "Rollback": "metamq.client.consumer.retrying",
     "Scan": "metamq.client.scan.scan",
     "SecurityConfig": "metamq.security.config",
+    "Topic": "metamq.client.schemas.topic",
     "TopicPartition": "metamq.zk.partitions",
     "scan": "metamq.client.scan.scan",
 }
@@ -76,6 +78,7 @@ __all__ = [
     "Rollback",
     "Scan",
     "SecurityConfig",
+    "Topic",
     "TopicPartition",
     "__version__",
     "aio",

@@ -7,6 +7,7 @@ from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message, Receipt, ReceiptRange
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.offsets.offsets_file import FileOffsets
+from metamq.client.schemas.topic import Topic
 from metamq.security.config import SecurityConfig
 from metamq.tx.app.aio_dead_letters import DeadLetter, DeadLetterQueue, LetterFilter
 from metamq.tx.app.aio_producer import Producer
@@ -29,5 +30,6 @@ __all__ = [
     "ReceiptRange",
     "Rollback",
     "SecurityConfig",
+    "Topic",
     "TopicPartition",
 ]

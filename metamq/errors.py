@@ -399,6 +399,27 @@ class DecodeError(MetamqError, ValueError):
         self.value = value
 
 
+class SchemaIncompatible(MetamqError):
+    """A new schema breaks the compatibility of its topic; nothing was registered. `field` is the path of the field;
+    `old` and `new` are its types, in the registered `version` and in the new schema."""
+
+    def __init__(
+        self, topic: str, version: int, field: str, old: str, new: str, reason: str, rule: str, hint: str
+    ) -> None:
+        super().__init__(
+            f"the schema is not {rule} compatible with version {version} of topic {topic!r}: field {field!r} is "
+            f"{old} in version {version} and {new} in the new schema: {reason}",
+            hint=hint,
+        )
+        self.topic = topic
+        self.version = version
+        self.field = field
+        self.old = old
+        self.new = new
+        self.reason = reason
+        self.rule = rule
+
+
 class StorageError(MetamqError):
     """A write or an fsync failed. Its outcome is unknown, and the broker never retries it."""
 

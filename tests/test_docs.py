@@ -29,6 +29,7 @@ AT_ONCE = {
     "docs/consuming.md": 10,
     "docs/scan.md": 4,
     "docs/monitoring.md": 1,
+    "docs/typed.md": 1,
 }
 """How many snippets of a guide run side by side. Those that consume wait for the end of the topic, most of the time."""
 
@@ -65,6 +66,10 @@ def run(snippet: str, running: Cluster, folder: Path, **variables: str) -> subpr
 def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path) -> None:
     found = snippets(document)
     assert found, f"{document} has no snippet"
+    if document == "docs/typed.md":  # makes a topic `orders` of its own
+        with running.admin() as admin:
+            if "orders" in admin.topics():
+                admin.delete("orders")
     if document in ("docs/consuming.md", "docs/scan.md", "docs/monitoring.md"):
         fill_orders(running)
     with ThreadPoolExecutor(AT_ONCE[document]) as pool:
@@ -73,7 +78,9 @@ def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path
         assert done.returncode == 0, f"{document}, snippet {number}:\n{snippet}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("document", ["docs/producing.md", "docs/administering.md", "docs/consuming.md"])
+@pytest.mark.parametrize(
+    "document", ["docs/producing.md", "docs/administering.md", "docs/consuming.md", "docs/typed.md"]
+)
 def test_commands_run_as_printed(document: str, tmp_path: Path) -> None:
     found = SHELL.findall((ROOT / document).read_text())
     assert found, f"{document} has no commands"

@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, assert_type
 
@@ -28,6 +29,7 @@ from metamq import (
     Receipt,
     ReceiptRange,
     Rollback,
+    Topic,
     TopicPartition,
     __version__,
     aio,
@@ -37,6 +39,38 @@ from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.tx.aio import create_outcome_table, dbtx
 
 Order = dict[str, int]
+
+
+@dataclass
+class Parcel:
+    number: int
+
+
+PARCELS = Topic("parcels", Parcel)
+
+
+async def with_a_typed_topic() -> None:
+    assert_type(PARCELS, Topic[Parcel])
+    assert_type(PARCELS.decode(b"{}"), Parcel)
+    assert_type(Topic.avro("trips", "{}"), Topic[dict[str, Any]])
+    with Producer() as producer:
+        assert_type(producer.send(PARCELS, Parcel(1), "key").result(), Receipt)
+        producer.send_many(PARCELS, [Parcel(1), Parcel(2)])
+        producer.send(PARCELS, b"1")  # type: ignore[misc]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    with Consumer(topics=PARCELS) as consumer:
+        assert_type(consumer, Consumer[Parcel])
+        for message in consumer:
+            assert_type(message, Message[Parcel])
+            assert_type(message.value.number, int)
+        for batch in consumer.batches():
+            assert_type(batch.values, Sequence[Parcel])
+    async with aio.Consumer(topics=PARCELS, group="etl") as reader, aio.Producer() as sender:
+        assert_type(reader, aio.Consumer[Parcel])
+        async for message in reader:
+            assert_type(message, Message[Parcel])
+        assert_type(await sender.send(PARCELS, Parcel(1)), Receipt)
+    with Admin() as admin:
+        assert_type(admin.register_schema(PARCELS, compatibility="full"), int)
 
 
 def to_json(order: Order) -> bytes:

@@ -41,10 +41,12 @@ if TYPE_CHECKING:
         TopicSettings,
     )
     from metamq.client.net.cluster import ClusterClient
+    from metamq.client.schemas.topic import Topic
     from metamq.security.config import SecurityConfig
     from metamq.security.rights import RightDecision, Rule
     from metamq.wire.xa import Xid
     from metamq.zk.cluster.failover import Failover
+    from metamq.zk.cluster.schemas import Compatibility, Schema, TopicSchemas
     from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.partitions import TopicPartition
 
@@ -113,6 +115,35 @@ class Admin:
         The call removes the defaults that it does not give. `settings` are those of create_topic().
         """
         self._call(admin_topics.set_topic_defaults, settings)
+
+    def register_schema(
+        self,
+        topic: str | Topic[Any],
+        schema: Schema | None = None,
+        *,
+        compatibility: Compatibility | None = None,
+    ) -> int:
+        """Registers the schema of a Topic, or `schema` for a topic's name. Returns its version: 1, 2, and so on.
+
+        A schema that is registered already keeps its version. `compatibility` changes the rule of the topic, which is
+        "backward" at first: readers with the new schema read the messages of every older version. "forward": readers
+        with older schemas read new messages. "full": both. "none": any schema is accepted.
+
+        Raises SchemaIncompatible, which names the field and its types, ConfigError (a wrong, recursive or too large
+        schema), TopicNotFound.
+        """
+        return self._call(admin_topics.register_schema, topic, schema, compatibility)
+
+    def check_schema(self, topic: str | Topic[Any], schema: Schema | None = None) -> None:
+        """Checks a schema as register_schema() does, and registers nothing. Raises its errors."""
+        self._call(admin_topics.check_schema, topic, schema)
+
+    def load_schemas(self, topic: str | Topic[Any]) -> TopicSchemas:
+        """Returns the registered schemas; `versions[0]` is version 1. Raises TopicNotFound.
+
+        A Topic of Avro learns them, and can then read messages of all these versions.
+        """
+        return self._call(admin_topics.load_schemas, topic)
 
     def alter(
         self,

@@ -37,10 +37,12 @@ if TYPE_CHECKING:
         TopicDescription,
         TopicSettings,
     )
+    from metamq.client.schemas.topic import Topic
     from metamq.security.config import SecurityConfig
     from metamq.security.rights import RightDecision, Rule
     from metamq.wire.xa import Xid
     from metamq.zk.cluster.failover import Failover
+    from metamq.zk.cluster.schemas import Compatibility, Schema, TopicSchemas
     from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.partitions import TopicPartition
 
@@ -94,6 +96,24 @@ class Admin:
     async def set_topic_defaults(self, **settings: Unpack[TopicSettings]) -> None:
         """See metamq.Admin.set_topic_defaults."""
         await self._core.call(admin_topics.set_topic_defaults, settings)
+
+    async def register_schema(
+        self,
+        topic: str | Topic[Any],
+        schema: Schema | None = None,
+        *,
+        compatibility: Compatibility | None = None,
+    ) -> int:
+        """See metamq.Admin.register_schema."""
+        return await self._core.call(admin_topics.register_schema, topic, schema, compatibility)
+
+    async def check_schema(self, topic: str | Topic[Any], schema: Schema | None = None) -> None:
+        """See metamq.Admin.check_schema."""
+        await self._core.call(admin_topics.check_schema, topic, schema)
+
+    async def load_schemas(self, topic: str | Topic[Any]) -> TopicSchemas:
+        """See metamq.Admin.load_schemas."""
+        return await self._core.call(admin_topics.load_schemas, topic)
 
     async def alter(
         self,

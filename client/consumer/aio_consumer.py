@@ -17,6 +17,7 @@ from metamq.client.consumer.key_order import KeyOrderTasks
 from metamq.client.consumer.listener import ListenerTasks
 from metamq.client.consumer.receivers import TaskReceiver
 from metamq.client.consumer.retrying import Order, RetryPolicy, check_order
+from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.connections import NOT_GIVEN, AnyConnection, database_of
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from metamq.client.fetch.inbox import InFlightBatch
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.offsets.offsets import OffsetStorage
+    from metamq.client.schemas.topic import Topic
     from metamq.security.config import SecurityConfig
     from metamq.zk.partitions import TopicPartition
 
@@ -49,7 +51,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self,
         zookeeper: str | None = None,
         *,
-        topics: Collection[str] | str,
+        topics: Collection[str] | str | Topic[T],
         group: str | None = None,
         start: Start = "earliest",
         decode: Callable[[bytes], T] | None = None,
@@ -99,7 +101,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         loop = asyncio.get_running_loop()
         self._core = ConsumerCore(self._plan, self._options, loop, on_assigned=on_assigned, on_revoked=on_revoked)
         self._receiver = TaskReceiver(self._core, self._idle_timeout_s)
-        await self._core.open(self._access)
+        await open_with_schemas(self._core, self._access)
         self._closed = False
         return self
 

@@ -21,6 +21,7 @@ from metamq.client.consumer.key_order import KeyOrderPool
 from metamq.client.consumer.listener import ListenerPool
 from metamq.client.consumer.receivers import ThreadReceiver
 from metamq.client.consumer.retrying import Listener, Order, RetryPolicy, check_order
+from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.connections import NOT_GIVEN, BlockingConnection, blocking_database_of
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from metamq.client.fetch.inbox import InFlightBatch
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.offsets.offsets import OffsetStorage
+    from metamq.client.schemas.topic import Topic
     from metamq.security.config import SecurityConfig
     from metamq.zk.partitions import TopicPartition
 
@@ -46,7 +48,7 @@ class Consumer(ConsumerApi[T]):
 
     zookeeper:   "host:port,host:port/chroot"; the default is $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
     root:        the root znode of metamq; the default is $METAMQ_ROOT, the TOML file, then /meta.
-    topics:      names of topics.
+    topics:      names of topics, or one Topic, which decodes the values.
     group:       the group's name. The group's offsets are kept, see `offsets`. Without a group the consumer reads every
                  partition and keeps no offsets.
     start:       the place to begin at in a partition for which the group has no offset: "earliest", "latest", or an
@@ -87,7 +89,7 @@ class Consumer(ConsumerApi[T]):
         self,
         zookeeper: str | None = None,
         *,
-        topics: Collection[str] | str,
+        topics: Collection[str] | str | Topic[T],
         group: str | None = None,
         start: Start = "earliest",
         decode: Callable[[bytes], T] | None = None,
@@ -133,7 +135,7 @@ class Consumer(ConsumerApi[T]):
         )
         self._receiver = ThreadReceiver(self._core, self._background, idle_timeout_s, confirms=self._asks_for_the_end)
         self._access = cluster_access(zookeeper, root, config, security)
-        self._background.run(self._core.open(self._access))
+        self._background.run(open_with_schemas(self._core, self._access))
         self._closed = False
 
     def __iter__(self) -> Iterator[Message[T]]:

@@ -103,7 +103,7 @@ class ConsumerCore:
             reads_slaves=reads_slaves,
             requests=self._requests.values,
             make_runner=lambda source: FetchRunner(source, self._queue, self.cluster, self, self._budget.limits),
-            spawn=self._spawn,
+            spawn=self.spawn,
             ask_again=self._ask_again,
         )
         self._finder = OffsetFinder(self.cluster, self.plan.start)
@@ -122,12 +122,12 @@ class ConsumerCore:
         except BaseException:
             await self._shut_down()
             raise
-        self._spawn(self._watch_lease())
-        self._spawn(watch_progress(self.inbox, self._assignment, self.outages, self.end))
+        self.spawn(self._watch_lease())
+        self.spawn(watch_progress(self.inbox, self._assignment, self.outages, self.end))
         if self.plan.auto_commit:
-            self._spawn(self.commits.commit_often(options.commit_interval_ms))
+            self.spawn(self.commits.commit_often(options.commit_interval_ms))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = Context().run(asyncio.ensure_future, work)  # no part of the trace of the code that opened the consumer
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -159,7 +159,7 @@ class ConsumerCore:
         await self._notify(self._on_assigned, states)
         for state, assigned in zip(states, partitions, strict=True):
             state.starting = False
-            self._spawn(self._start(state, assigned))
+            self.spawn(self._start(state, assigned))
 
     async def _notify(self, callback: RebalanceCallback, states: Sequence[PartitionState]) -> bool:
         """Calls the application's callback. Passes its error to the handlers, and then returns False."""
@@ -366,7 +366,7 @@ class ConsumerCore:
     def _damaged(self, request: FetchRequest, damage: CorruptData) -> None:
         """Fetches damaged data again. Raises lasting damage in the handlers, after the messages before it."""
         report = report_of(request.tp, request.topic_id, request.offset)
-        self._spawn(report_damage(self.cluster, request.source, report))
+        self.spawn(report_damage(self.cluster, request.source, report))
         if request.source.replica != MASTER:
             self.fetch_failed(request, damage)
             return

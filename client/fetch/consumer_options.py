@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from metamq.client.checks import check_ranges, is_whole, wrong_type
 from metamq.client.group.strategies import check_strategy
+from metamq.client.schemas.topic import Topic
 from metamq.errors import ConfigError
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
 from metamq.zk.names import check_consumer, check_group, check_topic
@@ -88,10 +89,12 @@ class ConsumerPlan:
     broadcast: bool
     offsets: OffsetStorage | None
     decode: Callable[[bytes], Any] | None
+    typed: Topic[Any] | None = None
+    """The Topic that decodes the values."""
 
 
 def consumer_plan(
-    topics: Collection[str] | str,
+    topics: Collection[str] | str | Topic[Any],
     group: str | None,
     *,
     consumer_id: str | None,
@@ -104,6 +107,11 @@ def consumer_plan(
     decode: Callable[[bytes], Any] | None,
 ) -> ConsumerPlan:
     """Checks a Consumer's arguments. Raises ConfigError."""
+    typed = topics if isinstance(topics, Topic) else None
+    if isinstance(topics, Topic):
+        if decode is not None:
+            raise ConfigError(f"{topics!r} decodes its values, and there is `decode=`", hint="Leave `decode=` out.")
+        decode, topics = topics.decode, topics.name
     if not isinstance(topics, str | Collection):
         raise wrong_type("`topics`", "a name or a list of names", topics)
     for name, flag in (("auto_commit", auto_commit), ("broadcast", broadcast)):
@@ -140,6 +148,7 @@ def consumer_plan(
         broadcast=broadcast,
         offsets=offsets,
         decode=decode,
+        typed=typed,
     )
 
 

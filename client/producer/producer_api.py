@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import repeat
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypedDict, TypeVar, overload
 
 from metamq.client import telemetry
 from metamq.client.checks import not_picklable, wrong_type
 from metamq.client.model import timestamp_us
 from metamq.client.producer.outgoing import AnyMessage, CheckedMessage, Delivery, ManyDelivery
 from metamq.client.producer.partitioner import Partitioner
+from metamq.client.schemas.topic import Topic
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, WrongType
 from metamq.words import count
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from metamq.client.producer.producer_health import ProducerHealth
 
 Key = bytes | str | None
+V = TypeVar("V")
 
 
 class ArrowTable(Protocol):
@@ -73,6 +75,7 @@ class ProducerApi(Generic[T]):
         """
         return self._core.health()
 
+    @overload
     def send(
         self,
         topic: str,
@@ -82,9 +85,33 @@ class ProducerApi(Generic[T]):
         *,
         partition: str | None = None,
         timestamp: datetime | int | None = None,
+    ) -> Delivery: ...
+
+    @overload
+    def send(
+        self,
+        topic: Topic[V],
+        value: V,
+        key: Key = None,
+        headers: Mapping[str, bytes] | None = None,
+        *,
+        partition: str | None = None,
+        timestamp: datetime | int | None = None,
+    ) -> Delivery: ...
+
+    def send(
+        self,
+        topic: str | Topic[Any],
+        value: Any,
+        key: Key = None,
+        headers: Mapping[str, bytes] | None = None,
+        *,
+        partition: str | None = None,
+        timestamp: datetime | int | None = None,
     ) -> Delivery:
         """Accepts a message and returns at once. The Delivery reports where the message is stored.
 
+        `topic`: a name, or a Topic, which encodes the value and raises WrongType for a value of another type.
         `key`: messages of one key go to one partition, in order. `partition`: "0-3", overrides the key. `timestamp`: an
         aware datetime or microseconds since 1970; the default is now. Thread-safe. A signal handler, a `__del__` or a
         partitioner may also send while its thread is in `send`: such a message is accepted a moment later.
@@ -92,6 +119,8 @@ class ProducerApi(Generic[T]):
         Raises MessageTooLarge, ConfigError (a wrong name or type), BufferFull (see the class), ClosedError. If the
         topic does not exist, the Delivery fails with TopicNotFound.
         """
+        if type(topic) is not str and isinstance(topic, Topic):  # the first check takes a third of the second
+            value, topic = self._untyped(topic).encode(value), topic.name
         if self._diverts:
             headers = telemetry.traced(headers)
             if self._has_transactions:
@@ -110,8 +139,23 @@ class ProducerApi(Generic[T]):
             topic, plain, key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
         )
 
+    @overload
     def send_many(
         self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None, *, partition: str | None = None
+    ) -> ManyDelivery: ...
+
+    @overload
+    def send_many(
+        self, topic: Topic[V], values: Sequence[V], keys: Sequence[Key] | None = None, *, partition: str | None = None
+    ) -> ManyDelivery: ...
+
+    def send_many(
+        self,
+        topic: str | Topic[Any],
+        values: Sequence[Any],
+        keys: Sequence[Key] | None = None,
+        *,
+        partition: str | None = None,
     ) -> ManyDelivery:
         """Accepts many messages at once. This is the fast path: one Delivery, and no object per message. Thread-safe.
 
@@ -121,12 +165,22 @@ class ProducerApi(Generic[T]):
         raises as `send`. The buffer's capacity is checked once, and the list may exceed it. If the Delivery fails, some
         of the messages may be stored.
         """
+        if isinstance(topic, Topic):
+            values, topic = self._untyped(topic).encode_many(values), topic.name
+        name = topic
         plain, packed = self._checked(values, keys, partition)
         if self._has_transactions:
-            sent: ManyDelivery | None = self._send_many_in(topic, lambda: messages_of(plain, packed, partition))
+            sent: ManyDelivery | None = self._send_many_in(name, lambda: messages_of(plain, packed, partition))
             if sent is not None:
                 return sent
-        return self._core.accumulator.send_many(topic, plain, packed, partition, telemetry.traced(None))
+        return self._core.accumulator.send_many(name, plain, packed, partition, telemetry.traced(None))
+
+    def _untyped(self, topic: Topic[Any]) -> Topic[Any]:
+        """Returns the topic. Raises ConfigError if the producer encodes values, too."""
+        if self._encode is not None:
+            hint = "Leave `encode=` out, or send to the topic's name."
+            raise ConfigError(f"{topic!r} encodes its values, and the producer has `encode=`", hint=hint)
+        return topic
 
     def _checked(
         self, values: Iterable[T], keys: Iterable[Key] | None, partition: str | None

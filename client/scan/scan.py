@@ -19,6 +19,7 @@ from metamq.client.model import requested_time_us
 from metamq.client.scan.cluster_view import ClusterView, Topics, ask_until_answered, offset_inside
 from metamq.client.scan.fetch import FetchTask
 from metamq.client.scan.ranges import OffsetRange
+from metamq.client.schemas.topic import Topic
 from metamq.client.settings import cluster_access
 from metamq.errors import ConfigError, PartitionNotFound
 from metamq.wire.commands import EARLIEST, LATEST
@@ -27,8 +28,10 @@ from metamq.zk.names import check_topic
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from metamq.client.scan.typed_values import TypedValues
     from metamq.security.config import SecurityConfig
     from metamq.wire.commands import OffsetsResult
+    from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.partitions import TopicPartition
 
 Bound = Literal["earliest", "latest"] | datetime | Mapping["TopicPartition", int]
@@ -42,11 +45,12 @@ SKIP = "on_data_loss='earliest'"
 
 
 def scan(
-    topics: str | Collection[str],
+    topics: str | Collection[str] | Topic[Any],
     *,
     start: Bound = "earliest",
     end: Bound = "latest",
     columns: Collection[str] | None = None,
+    decode: Literal["schema"] | None = None,
     on_data_loss: Literal["fail", "earliest"] = "fail",
     read_from: Literal["any", "master"] = "any",
     timeout_s: float = TIMEOUT_S,
@@ -67,6 +71,9 @@ def scan(
                   from "earliest", or up to "latest". All of it is fixed when this function returns.
     columns:      some of topic, partition, offset, key, value, headers, timestamp, in any order; the default is all.
                   The others are not decoded.
+    decode:       "schema" makes `value` a struct with the fields of the newest registered schema, of JSON or Avro. A
+                  Topic instead of a name makes it a struct with the fields of its type. A field that a message lacks
+                  is null; with Avro it has its default. A value that does not decode raises DecodeError.
     on_data_loss: the action if retention removed messages of the table: "fail" raises OffsetOutOfRange, "earliest"
                   continues with the first message that is left, with a warning. After an unclean failover it leaves out
                   the rest of that partition: messages that took the place of lost ones are newer than the scan.
@@ -78,7 +85,12 @@ def scan(
     ConfigError (a wrong argument, or no pyarrow).
     """
     schema = _schema(columns)
-    names = _topic_names(topics)
+    typed = topics if isinstance(topics, Topic) else None
+    names = _topic_names(topics.name if isinstance(topics, Topic) else topics)
+    if decode not in (None, "schema") or (decode is not None and (len(names) != 1 or typed is not None)):
+        hint = "Give decode='schema' with the name of one topic, or a Topic alone."
+        raise ConfigError(f"`decode` is {decode!r}", hint=hint)
+    values = None
     _check_bound("start", start)
     _check_bound("end", end)
     _check_choice("on_data_loss", on_data_loss, ("fail", "earliest"))
@@ -92,6 +104,8 @@ def scan(
         for name in names:
             found = view.topic(name)
             partitions |= dict.fromkeys(found.topic_partitions, found.id)
+            if typed is not None or decode is not None:
+                values = _typed_values(typed, name, found)
         starts = _offsets(view, partitions, "start", start, "earliest", deadline, may_skip=may_skip)
         ends = _offsets(view, partitions, "end", end, "latest", deadline, may_skip=may_skip)
         replicas = view.replicas(partitions, with_slaves=with_slaves)
@@ -110,7 +124,7 @@ def scan(
         )
         for tp, topic_id in partitions.items()
     ]
-    return Scan(tasks, schema)
+    return Scan(tasks, schema, values)
 
 
 class Scan:
@@ -120,8 +134,13 @@ class Scan:
     kind of error; iteration raises metamq's.
     """
 
-    def __init__(self, tasks: list[FetchTask], schema: pa.Schema) -> None:
+    def __init__(self, tasks: list[FetchTask], schema: pa.Schema, values: TypedValues | None = None) -> None:
         self._tasks = tasks
+        self._plain = schema
+        self._values = values if "value" in schema.names else None
+        if self._values is not None:
+            at = schema.get_field_index("value")
+            schema = schema.set(at, schema.field(at).with_type(self._values.type).with_nullable(True))
         self.schema: Any = schema
         """The pyarrow.Schema of the columns."""
 
@@ -139,7 +158,12 @@ class Scan:
         """Yields pyarrow.RecordBatches. Raises OffsetOutOfRange, CorruptData, ConnectError and so on."""
         from metamq.client.scan.side_by_side import record_batches
 
-        return record_batches([task for task in self._tasks if task.wanted.size], self.schema)
+        tasks = [task for task in self._tasks if task.wanted.size]
+        if self._values is None:
+            return record_batches(tasks, self._plain)
+        from metamq.client.scan.typed_values import place_and
+
+        return self._values.typed_batches(record_batches(tasks, place_and(self._plain)), self.schema)
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
         import pyarrow as pa
@@ -150,6 +174,18 @@ class Scan:
         topics = ", ".join(dict.fromkeys(task.wanted.tp.topic for task in self._tasks))
         messages = sum(task.wanted.size for task in self._tasks)
         return f"<Scan of {topics}: {messages:,} messages, columns {', '.join(self.schema.names)}>"
+
+
+def _typed_values(typed: Topic[Any] | None, name: str, config: TopicConfig) -> TypedValues:
+    """Returns the maker of the typed column. Raises ConfigError."""
+    from metamq.client.scan.typed_values import TypedValues, typed_topic
+
+    if typed is None:
+        return TypedValues(name, *typed_topic(name, config.schemas))
+    if typed.schema.format != "avro":
+        return TypedValues(name, typed.schema, None, is_framed=typed.has_versions)
+    typed.learn(config.schemas.by_version)
+    return TypedValues(name, typed.schema, typed.decode)
 
 
 def _schema(columns: Collection[str] | None) -> pa.Schema:

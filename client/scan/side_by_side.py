@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from metamq import threads
@@ -24,7 +24,7 @@ LOOK_AHEAD_BYTES = 32 * 1024 * 1024
 THREADS_MAX = 8
 
 
-def record_batches(tasks: Sequence[FetchTask], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def record_batches(tasks: Sequence[FetchTask], schema: pa.Schema) -> Generator[pa.RecordBatch, None, None]:
     """Yields the batches of all tasks. Raises the first error of any task."""
     reading = _Reading(tasks, schema)
     try:

@@ -13,6 +13,7 @@ from metamq.errors import MetamqError, NotAuthorized
 from metamq.security.certificates import Authority
 from metamq.testing import Cluster, cluster
 from metamq.zk.cluster.node_acls import correct_nodes, wrong_nodes
+from metamq.zk.cluster.schemas import Schema
 from metamq.zk.nodes import ANY_VERSION, Create, Delete
 from metamq.zk.paths import Paths
 from metamq.zk.session.acls import acl_of, differs
@@ -98,6 +99,9 @@ def test_a_user_changes_topics_through_brokers(owned: Cluster, authority: Author
                 return error.problem
             return ""
 
+    def register(theirs: Admin) -> object:
+        return theirs.register_schema("report-1", Schema("json", '{"type": "object", "properties": {}}'))
+
     changes: dict[str, Callable[[Admin], object]] = {
         "create": lambda admin: admin.create_topic("report-1", partitions=1),
         "alter": lambda admin: admin.alter("report-1", partitions=2, retention_ms=60_000),
@@ -105,13 +109,17 @@ def test_a_user_changes_topics_through_brokers(owned: Cluster, authority: Author
     }
     with owned.admin() as admin:
         for right, change in changes.items():
+            if right == "alter":
+                assert refusal(register) == "'report' may not alter topic:report-1"
             assert refusal(change) == f"'report' may not {right} topic:report-1"
             admin.add_rules("allow", "report", right, "topic:report-*")
             wait_until(lambda change=change: not refusal(change), what=f"the rule for {right}")
             assert refusal(lambda theirs: theirs.create_topic("other", partitions=1))
             if right == "alter":
+                assert not refusal(register)
                 config = admin.topics()["report-1"]
                 assert (config.partitions, config.retention_ms) == ({0: 2}, 60_000)
+                assert len(config.schemas.versions) == 1
         assert "report-1" not in admin.topics()
 
     found: list[str] = []

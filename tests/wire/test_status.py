@@ -62,6 +62,7 @@ SAMPLES: list[MetamqError] = [
 
 NOT_ENCODED = [
     errors.UndecodableBatch("flights", "0-0", 5, 9, "its columns end too early"),
+    errors.SchemaIncompatible("flights", 1, "day", "string", "integer", "why", "backward", "next"),
     errors.DecodeError("flights", "0-0", 5, b"key", b"value", ValueError("no JSON")),
 ]
 """Errors that a consumer finds by itself, in what it has received."""

@@ -53,25 +53,26 @@ def until() -> Until:
     return wait
 
 
-@pytest.fixture
-def expire() -> Expire:
-    """`expire(session)` ends it on the server, as a time-out would, without the wait. Blocks.
+def take_over(session: Session) -> None:
+    """Ends a session on the server, as a time-out would, without the wait. Blocks.
 
     Another connection takes the session over and closes it. The session may win itself back first: so the next
     connection looks whether it is over, and closes it otherwise.
     """
+    client_id = session._link._client.client_id
+    assert client_id is not None
+    for _ in range(100):
+        client = KazooClient(session.servers.partition("/")[0], client_id=client_id)
+        client.start_async().wait(5)
+        found = client.client_id
+        client.stop()
+        client.close()
+        if found is not None and found[0] != client_id[0]:
+            return
+    raise AssertionError("the session does not end")
 
-    def take_over(session: Session) -> None:
-        client_id = session._link._client.client_id
-        assert client_id is not None
-        for _ in range(100):
-            client = KazooClient(session.servers.partition("/")[0], client_id=client_id)
-            client.start_async().wait(5)
-            found = client.client_id
-            client.stop()
-            client.close()
-            if found is not None and found[0] != client_id[0]:
-                return
-        raise AssertionError("the session does not end")
 
+@pytest.fixture
+def expire() -> Expire:
+    """`expire(session)` ends it on the server."""
     return take_over

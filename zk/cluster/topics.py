@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from metamq.errors import ConfigError, CorruptData, NotAuthorized, TopicExists, TopicNotFound
+from metamq.zk.cluster.schemas import NO_SCHEMAS, TopicSchemas, schemas_of
 from metamq.zk.documents import broker_number, fields, read_document, shown
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
 from metamq.zk.names import check_node, check_topic
@@ -90,6 +91,7 @@ class TopicConfig:
     max_message_bytes: int = 1024 * 1024
     min_insync: int = 1
     replication: Literal["async", "sync"] = "async"
+    schemas: TopicSchemas = NO_SCHEMAS
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Settings of a newer metamq in the node; an alteration keeps them unchanged."""
 
@@ -117,6 +119,7 @@ class TopicConfig:
         self._check_range("max_message_bytes", self.max_message_bytes, 1, MESSAGE_BYTES_MAX)
         self._check_range("min_insync", self.min_insync, 1, 16)
         self._check_choice("replication", self.replication, ("async", "sync"))
+        self.schemas.validate(self.topic)
 
     def _check_partitions(self) -> None:
         for broker_id, count in self.partitions.items():
@@ -170,6 +173,8 @@ def to_json(config: TopicConfig) -> bytes:
     document["format"] = FORMAT
     document.update((name, getattr(config, name)) for name in _PLAIN_SETTINGS)
     document["partitions"] = {str(broker_id): config.partitions[broker_id] for broker_id in sorted(config.partitions)}
+    if config.schemas != NO_SCHEMAS:
+        document["schemas"] = config.schemas.to_document()
     document["flush"] = {"messages": flush.messages, "ms": flush.ms} if isinstance(flush, FlushEvery) else flush
     return json.dumps(document, indent=1).encode()
 
@@ -193,7 +198,8 @@ def from_json(topic: str, data: bytes) -> TopicConfig:
         flush = document.pop("flush")
         if isinstance(flush, dict):
             flush = FlushEvery(**flush)
-        config = TopicConfig(topic, partitions=partitions, flush=flush, unknown=document, **settings)
+        schemas = schemas_of(fields(document.pop("schemas"))) if "schemas" in document else NO_SCHEMAS
+        config = TopicConfig(topic, partitions, flush=flush, schemas=schemas, unknown=document, **settings)
         config.validate()
         return config
 
@@ -231,6 +237,7 @@ def check_alteration(before: TopicConfig, after: TopicConfig) -> None:
     after.validate()
     if (after.topic, after.id) != (before.topic, before.id):
         raise ConfigError(f"topic {before.topic!r} keeps its name and its id {before.id}", hint="Make a new topic.")
+    before.schemas.check_successor(before.topic, after.schemas)
     for broker_id, count in before.partitions.items():
         if after.partitions.get(broker_id, 0) < count:
             raise ConfigError(

@@ -1,0 +1,1 @@
+"""Typed topics: encodings of values, schemas, and the rules of their compatibility."""
