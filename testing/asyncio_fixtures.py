@@ -24,17 +24,16 @@ _consumer = asynccontextmanager(aio_clients.consumer)
 def _of_scope(scope: Any) -> dict[str, Any]:
     """Returns the fixtures for loops of a scope, with functions of their own: pytest-asyncio notes the scope there."""
 
-    @pytest_asyncio.fixture(loop_scope=scope)
     async def producer(metamq_cluster: Cluster) -> AsyncIterator[metamq.aio.Producer[Any]]:
         async with _producer(metamq_cluster) as one:
             yield one
 
-    @pytest_asyncio.fixture(loop_scope=scope)
     async def consumer(metamq_cluster: Cluster, metamq_topic: str) -> AsyncIterator[metamq.aio.Consumer[Any]]:
         async with _consumer(metamq_cluster, metamq_topic) as one:
             yield one
 
-    return {f"_metamq_asyncio_producer_{scope}": producer, f"_metamq_asyncio_consumer_{scope}": consumer}
+    made = pytest_asyncio.fixture(loop_scope=scope)
+    return {f"_metamq_asyncio_producer_{scope}": made(producer), f"_metamq_asyncio_consumer_{scope}": made(consumer)}
 
 
 for _scope in ("function", "class", "module", "package", "session"):

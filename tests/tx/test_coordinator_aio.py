@@ -141,7 +141,7 @@ def test_a_block_that_is_cancelled(
                     if where == "block":
                         await asyncio.sleep(3600)
 
-            steps = {"prepare": (Part, "prepare"), "commit": (Part, "commit")}
+            steps: dict[str, tuple[Any, str]] = {"prepare": (Part, "prepare"), "commit": (Part, "commit")}
             steps["decision"] = (metamq.tx.aio.Coordinator, "_write_decision")
             if where in steps:
                 cancels(*steps[where])
