@@ -23,6 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from uvicorn import Config, Server
 
+from metamq.cli.commands.tx import age_ms, next_steps, who_decides
 from metamq.cli.show.terminal import escaped
 from metamq.cli.show.units import show_age, show_bytes, show_flush, show_retention
 from metamq.client.admin.aio_admin import Admin
@@ -85,6 +86,7 @@ def make_app(settings: Globals, doctor: Doctor) -> Starlette:
 
     pages: dict[str, Page] = {
         "/": _health, "/brokers": _brokers, "/topics": _topics, "/topic": _topic, "/groups": _groups, "/group": _group,
+        "/transactions": _transactions,
     }  # fmt: skip
     return Starlette(
         routes=[
@@ -137,7 +139,9 @@ def _templates() -> Environment:
         "flush": show_flush,
     }
     found.filters.update(filters)
-    found.globals["show_retention"] = show_retention
+    found.globals |= {
+        "show_retention": show_retention, "age_ms": age_ms, "next_steps": next_steps, "who_decides": who_decides,
+    }  # fmt: skip
     return found
 
 
@@ -194,6 +198,10 @@ async def _group(view: ConsoleView, request: Request) -> tuple[str, dict[str, An
     one = await within_time(view.admin.describe_group(name))
     why = await answer_or_problem(view.admin.explain_group(name))
     return "group.html", {"one": one, "why": why.problem if isinstance(why, MetamqError) else why.text}
+
+
+async def _transactions(view: ConsoleView, _request: Request) -> tuple[str, dict[str, Any]]:
+    return "transactions.html", {"found": await within_time(view.admin.transactions())}
 
 
 def _name(request: Request) -> str:

@@ -12,16 +12,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from html import unescape
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import pytest
 
 from metamq.testing import Cluster
+from metamq.tx import XAResource
+from metamq.wire.xa import Xid
 from tests.cli.conftest import COMMAND, LIMIT_S, unset
 from tests.one_zookeeper import cluster
 
-PAGES = ("/", "/brokers", "/topics", "/topic?name=orders", "/groups", "/group?name=etl")
+PAGES = ("/", "/brokers", "/topics", "/topic?name=orders", "/groups", "/group?name=etl", "/transactions")
 HOSTILE = "<script>alert(1)</script>\u202e\x07"
 
 
@@ -107,6 +110,21 @@ def test_pages_show_the_cluster(running: Running) -> None:
         assert (address := admin.brokers()[0].address) is not None
         assert address in brokers
         assert admin.explain_group("etl").text.splitlines()[0] in group
+
+
+def test_an_open_transaction_has_its_next_step(running: Running) -> None:
+    assert "No transaction is open" in running.ask("/transactions").body
+    with XAResource(0, running.cluster.zookeeper) as resource:
+        xid = Xid(1, b"order-17", b"")
+        resource.start(xid)
+        resource.send("orders", b"in doubt")
+        resource.end(xid)
+        resource.prepare(xid)
+        body = running.ask("/transactions").body
+        resource.rollback(xid)
+    assert str(xid) in unescape(body)
+    assert "prepared" in body
+    assert "metamq tx" in body
 
 
 @pytest.mark.parametrize("page", [*PAGES, "/static/console.css"])
