@@ -50,6 +50,7 @@ COMMANDS = {
     "acl": ("metamq.cli.commands.user", "Show and change the rights of users and certificates."),
     "quota": ("metamq.cli.commands.user", "Show and change quotas of users and certificates."),
     "top": ("metamq.cli.commands.top", "Show brokers, topics and groups as they work: rates and lag."),
+    "console": ("metamq.console.command", "Show the cluster in a browser, on this machine."),
     "bench": ("metamq.cli.commands.bench", "Measure the throughput of a running cluster."),
     "doctor": ("metamq.cli.commands.doctor", "Check every part of a cluster, and report problems."),
     "demo": ("metamq.cli.demo.story", "Send real data through a real cluster, and kill parts of it."),

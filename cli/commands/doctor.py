@@ -104,7 +104,7 @@ def doctor(output: str) -> int:
         if output == "table":
             _print(finding)
 
-    is_reachable = _look(settings, report)
+    is_reachable = look(settings, report)
     if output == "json":
         print_json([asdict(finding) for finding in findings])
     if not is_reachable:
@@ -121,7 +121,7 @@ def _print(finding: Finding) -> None:
         print_line(f"{' ' * INDENT}{finding.hint}")
 
 
-def _look(settings: Globals, report: Callable[[Finding], None]) -> bool:
+def look(settings: Globals, report: Callable[[Finding], None]) -> bool:
     """Reports all findings; returns False if ZooKeeper is not reachable: then nothing else is known."""
     for finding in _local():
         report(finding)

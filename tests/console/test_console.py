@@ -1,0 +1,187 @@
+"""`metamq console` on a real cluster: the command as a process, and its answers over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import unescape
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from metamq.testing import Cluster
+from metamq.tx import XAResource
+from metamq.wire.xa import Xid
+from tests.cli.conftest import COMMAND, LIMIT_S, unset
+from tests.one_zookeeper import cluster
+
+PAGES = ("/", "/brokers", "/topics", "/topic?name=orders", "/groups", "/group?name=etl", "/transactions")
+HOSTILE = "<script>alert(1)</script>\u202e\x07"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of the console."""
+
+    status: int
+    headers: dict[str, str]
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A console that runs."""
+
+    cluster: Cluster
+    url: str
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> Answer:
+        with contextlib.closing(http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=LIMIT_S)) as connection:
+            connection.request(method, path, headers=headers)
+            response = connection.getresponse()
+            names = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, names, response.read().decode())
+
+
+@contextlib.contextmanager
+def console(running: Cluster) -> Iterator[Running]:
+    """Starts the command; ends it with SIGTERM, which is no failure."""
+    process = subprocess.Popen(
+        [*COMMAND, "console", "--port", "0", "-o", "json"],
+        stdout=subprocess.PIPE,
+        env={**unset(os.environ), "METAMQ_ZOOKEEPER": running.zookeeper},
+    )
+    try:
+        assert process.stdout is not None
+        yield Running(running, json.loads(process.stdout.readline())["console"])
+        process.terminate()
+        assert process.wait(LIMIT_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with cluster() as one:
+        one.create_topic("orders", 2)
+        with one.producer() as producer:
+            producer.send_many("orders", [b"x"] * 30)
+        with one.consumer(group="etl", topics=["orders"], consumer_id="reader"), console(one) as shown:
+            yield shown
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_no_script_and_asks_no_other_host(running: Running, page: str) -> None:
+    answer = running.ask(page)
+    assert answer.status == 200
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+    assert (answer.headers["x-content-type-options"], answer.headers["referrer-policy"]) == ("nosniff", "no-referrer")
+    assert "<script" not in answer.body
+    links = re.findall(r'(?:href|src|action)="([^"]*)"', answer.body)
+    assert len(links) > 4
+    assert [link for link in links if not re.match(r"/(?!/)|#", link)] == []
+
+
+def test_pages_show_the_cluster(running: Running) -> None:
+    health = running.ask("/").body
+    assert "topic orders" in health
+    assert "group etl" in health
+    brokers = running.ask("/brokers").body
+    assert "master" in brokers
+    assert "/topic?name=orders" in running.ask("/topics").body
+    topic = running.ask("/topic?name=orders").body
+    assert "2 partitions" in topic
+    assert "<dt>Messages</dt><dd>30</dd>" in topic
+    assert "/group?name=etl" in running.ask("/groups").body
+    group = running.ask("/group?name=etl").body
+    assert "<dt>Lag</dt><dd>30</dd>" in group
+    with running.cluster.admin() as admin:
+        assert (address := admin.brokers()[0].address) is not None
+        assert address in brokers
+        assert admin.explain_group("etl").text.splitlines()[0] in group
+
+
+def test_an_open_transaction_has_its_next_step(running: Running) -> None:
+    assert "No transaction is open" in running.ask("/transactions").body
+    with XAResource(0, running.cluster.zookeeper) as resource:
+        xid = Xid(1, b"order-17", b"")
+        resource.start(xid)
+        resource.send("orders", b"in doubt")
+        resource.end(xid)
+        resource.prepare(xid)
+        body = running.ask("/transactions").body
+        resource.rollback(xid)
+    assert str(xid) in unescape(body)
+    assert "prepared" in body
+    assert "metamq tx" in body
+
+
+@pytest.mark.parametrize("page", [*PAGES, "/static/console.css"])
+def test_the_console_changes_nothing(running: Running, page: str) -> None:
+    for method in ("POST", "PUT", "DELETE"):
+        assert running.ask(page, method).status == 405
+
+
+@pytest.mark.parametrize("host", ["attacker.example", "attacker.example:80", "127.0.0.1.attacker.example", ""])
+def test_another_host_name_is_refused(running: Running, host: str) -> None:
+    refused = running.ask("/topics", Host=host)
+    assert refused.status == 400
+    assert "orders" not in refused.body
+    assert running.ask("/topics", Host="localhost").status == 200
+
+
+@pytest.mark.parametrize("page", ["/topic", "/group"])
+def test_a_hostile_name_is_text(running: Running, page: str) -> None:
+    answer = running.ask(f"{page}?name={quote(HOSTILE)}")
+    assert answer.status == 404
+    assert "<script" not in answer.body
+    assert not {"\u202e", "\x07"} & set(answer.body)
+
+
+def test_a_wrong_address_says_so(running: Running) -> None:
+    assert "no group &#39;none&#39;" in running.ask("/group?name=none").body
+    assert running.ask("/group").status == 400
+    assert running.ask("/nowhere").status == 404
+    assert running.ask("/static/../app.py").status == 404
+
+
+def test_a_frozen_broker_is_shown_and_other_pages_work() -> None:
+    with cluster() as one:
+        one.create_topic("orders", 2)
+        with console(one) as shown, one.freeze(one.broker):
+            assert "orders" in shown.ask("/topics").body
+            assert 'class="problem"' in shown.ask("/brokers").body
+            assert shown.ask("/topic?name=orders").status in (200, 503)
+            assert "ZooKeeper session" in shown.ask("/").body
+
+
+def test_a_taken_port_is_named(running: Running) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [*COMMAND, "console", "--port", port, "--zookeeper", running.cluster.zookeeper],
+            env=unset(os.environ), capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "--port" in done.stderr
+
+
+def test_without_the_extra_the_next_step_is_printed(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['jinja2'] = None; from metamq.cli.app import run; sys.exit(run(['console']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=unset(os.environ), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 1
+    assert "pip install 'metamq[console]'" in done.stderr
