@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.applications import Starlette
@@ -24,11 +26,13 @@ from starlette.staticfiles import StaticFiles
 from uvicorn import Config, Server
 
 from metamq.cli.commands.tx import age_ms, next_steps, who_decides
+from metamq.cli.messages.filters import all_of, parse_condition, parse_key
 from metamq.cli.show.terminal import escaped
-from metamq.cli.show.units import show_age, show_bytes, show_flush, show_retention
+from metamq.cli.show.units import parse_place, show_age, show_bytes, show_flush, show_retention
 from metamq.client.admin.aio_admin import Admin
-from metamq.console.console_view import ConsoleView, answer_or_problem, within_time
-from metamq.errors import ConnectError, MetamqError
+from metamq.console.console_view import READ_S, ConsoleView, answer_or_problem, within_time
+from metamq.console.messages import COUNT, Question, body_text, letter_summaries, letters_of, read_messages
+from metamq.errors import ConnectError, MetamqError, PartitionNotFound
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -51,6 +55,8 @@ HEADERS = {
     "cache-control": "no-store",
 }
 SHUTDOWN_S = 1
+REFRESHES = ("2", "10", "60")
+"""The seconds after which a page may load itself again."""
 Page = Callable[[ConsoleView, Request], Awaitable[tuple[str, dict[str, Any]]]]
 
 
@@ -78,15 +84,16 @@ def make_app(settings: Globals, doctor: Doctor) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def connected(app: Starlette) -> AsyncIterator[None]:
-        async with Admin(**settings.access()._asdict(), config=settings.config_file) as admin:
-            view = app.state.view = ConsoleView(admin, doctor)
+        client = {**settings.access()._asdict(), "config": settings.config_file}
+        async with Admin(**client) as admin:
+            view = app.state.view = ConsoleView(admin, client, doctor)
             with contextlib.closing(view):
                 await answer_or_problem(view.load())  # so that the first page has rates
                 yield
 
     pages: dict[str, Page] = {
         "/": _health, "/brokers": _brokers, "/topics": _topics, "/topic": _topic, "/groups": _groups, "/group": _group,
-        "/transactions": _transactions,
+        "/messages": _messages, "/letters": _letters, "/transactions": _transactions,
     }  # fmt: skip
     return Starlette(
         routes=[
@@ -136,6 +143,8 @@ def _templates() -> Environment:
         "size": lambda size: "–" if size is None else show_bytes(round(size)),
         "shown": lambda value: "–" if value is None else escaped(str(value)),
         "age": show_age,
+        "body": body_text,
+        "time": lambda when: "–" if when is None else when.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z",
         "flush": show_flush,
     }
     found.filters.update(filters)
@@ -149,7 +158,11 @@ TEMPLATES = _templates()
 
 
 def _html(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    return HTMLResponse(TEMPLATES.get_template(template).render(path=request.url.path, **values), status)
+    given = request.query_params
+    refresh = given["refresh"] if given.get("refresh") in REFRESHES else ""
+    others = urlencode([(name, value) for name, value in given.multi_items() if name != "refresh"])
+    page = TEMPLATES.get_template(template)
+    return HTMLResponse(page.render(path=request.url.path, query=others, refresh=refresh, **values), status)
 
 
 async def _answer(page: Page, request: Request) -> Response:
@@ -198,6 +211,32 @@ async def _group(view: ConsoleView, request: Request) -> tuple[str, dict[str, An
     one = await within_time(view.admin.describe_group(name))
     why = await answer_or_problem(view.admin.explain_group(name))
     return "group.html", {"one": one, "why": why.problem if isinstance(why, MetamqError) else why.text}
+
+
+async def _messages(view: ConsoleView, request: Request) -> tuple[str, dict[str, Any]]:
+    given = {name: request.query_params.get(name, "").strip() for name in ("partition", "from", "key", "where")}
+    name = _name(request)
+    try:
+        filters = all_of(
+            parse_key(given["key"]) if given["key"] else None, (),
+            (parse_condition(given["where"]),) if given["where"] else (),
+        )  # fmt: skip
+        question = Question(name, given["partition"], parse_place(given["from"] or f"-{COUNT}"), filters)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
+    described = await within_time(view.admin.describe_topic(name))
+    if given["partition"] not in ("", *described.config.partition_names):
+        raise PartitionNotFound(name, given["partition"], tuple(described.config.partition_names))
+    found = await within_time(read_messages(view.client, described, question), READ_S)
+    return "messages.html", {"one": described, "given": given, "found": found, "is_newest": question.is_newest}
+
+
+async def _letters(view: ConsoleView, request: Request) -> tuple[str, dict[str, Any]]:
+    group = request.query_params.get("name")
+    if group is None:
+        return "letters.html", {"summaries": await within_time(letter_summaries(view.client, view.admin), READ_S)}
+    letters, is_cut = await within_time(letters_of(view.client, group), READ_S)
+    return "group_letters.html", {"group": group, "letters": letters, "is_cut": is_cut}
 
 
 async def _transactions(view: ConsoleView, _request: Request) -> tuple[str, dict[str, Any]]:

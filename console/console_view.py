@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from metamq.cli.show.top_view import ClusterLoad, Sample, figures
 from metamq.errors import MetamqError
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from metamq.client.admin.aio_admin import Admin
 
 ANSWER_S = 3.0
+READ_S = 10.0
+"""The limit of a page that reads messages: each of its steps has its own."""
 SAMPLE_S = 1.0
 """The least time between two samples: a page that is opened sooner shows the figures of the last one."""
 Answer = TypeVar("Answer")
@@ -37,14 +39,14 @@ class Examination:
     problem: str = ""
 
 
-async def within_time(question: Awaitable[Answer]) -> Answer:
-    """Returns the answer. Raises MetamqError: the cluster's own errors, and after ANSWER_S."""
+async def within_time(question: Awaitable[Answer], limit_s: float = ANSWER_S) -> Answer:
+    """Returns the answer. Raises MetamqError: the cluster's own errors, and after the limit."""
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(limit_s):
             return await question
     except TimeoutError as error:
         hint = "The health page has the next step. The other pages work."
-        raise MetamqError(f"a part of the cluster does not answer within {ANSWER_S:g} s", hint=hint) from error
+        raise MetamqError(f"a part of the cluster does not answer within {limit_s:g} s", hint=hint) from error
 
 
 async def answer_or_problem(question: Awaitable[Answer]) -> Answer | MetamqError:
@@ -58,8 +60,10 @@ async def answer_or_problem(question: Awaitable[Answer]) -> Answer | MetamqError
 class ConsoleView:
     """Asks one cluster, for all visitors. Belongs to one event loop."""
 
-    def __init__(self, admin: Admin, doctor: Doctor) -> None:
+    def __init__(self, admin: Admin, client: dict[str, Any], doctor: Doctor) -> None:
         self.admin = admin
+        self.client = client
+        """The arguments of clients of this cluster."""
         self._doctor = doctor
         self._samples: list[Sample] = []
         self._pool = ThreadPoolExecutor(1, "metamq-console-doctor")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.console.test_console import PAGES, Running, console
+from tests.console.test_console import HOSTILE, PAGES, Running, console, give_up
 from tests.one_zookeeper import cluster
 
 CHROMIUM = shutil.which("chromium")
@@ -41,6 +41,9 @@ CONTRASTS = """() => {
 def shown() -> Iterator[Running]:
     with cluster() as one:
         one.create_topic("orders", 2)
+        give_up(one)
+        with one.producer() as producer:
+            producer.send("orders", HOSTILE.encode(), HOSTILE.encode(), {"<b>": HOSTILE.encode()}).result(60)
         with one.consumer(group="etl", topics=["orders"], consumer_id="reader"), console(one) as running:
             yield running
 

@@ -12,8 +12,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import unescape
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
@@ -24,7 +26,11 @@ from metamq.wire.xa import Xid
 from tests.cli.conftest import COMMAND, LIMIT_S, unset
 from tests.one_zookeeper import cluster
 
-PAGES = ("/", "/brokers", "/topics", "/topic?name=orders", "/groups", "/group?name=etl", "/transactions")
+PAGES = (
+    "/", "/brokers", "/topics", "/topic?name=orders", "/messages?name=orders&from=-10", "/groups", "/group?name=etl",
+    "/letters", "/letters?name=failing", "/transactions",
+)  # fmt: skip
+LATER = datetime(2026, 1, 2, tzinfo=UTC)
 HOSTILE = "<script>alert(1)</script>\u202e\x07"
 
 
@@ -76,8 +82,22 @@ def running() -> Iterator[Running]:
         one.create_topic("orders", 2)
         with one.producer() as producer:
             producer.send_many("orders", [b"x"] * 30)
+        give_up(one)
         with one.consumer(group="etl", topics=["orders"], consumer_id="reader"), console(one) as shown:
             yield shown
+
+
+def give_up(one: Cluster) -> None:
+    """A group gives one message up."""
+    one.create_topic("odd", 1)
+    with one.producer() as producer:
+        producer.send("odd", b'{"total": 17}', key=b"customer-7").result(60)
+
+    def fail(_message: Any) -> None:
+        raise KeyError("colour")
+
+    with one.consumer(group="failing", topics="odd", idle_timeout_s=0.3) as consumer:
+        consumer.run(fail, max_attempts=1)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -110,6 +130,80 @@ def test_pages_show_the_cluster(running: Running) -> None:
         assert (address := admin.brokers()[0].address) is not None
         assert address in brokers
         assert admin.explain_group("etl").text.splitlines()[0] in group
+
+
+@pytest.fixture(scope="module")
+def log(running: Running) -> str:
+    """A topic of one partition with nine messages, whose values are JSON, and then hostile ones."""
+    running.cluster.create_topic("log", 1)
+    with running.cluster.producer() as producer:
+        for number in range(9):
+            when = datetime(2026, 1, 1, 12, number, tzinfo=UTC)
+            value = json.dumps({"n": number, "nested": {"x": [number]}}).encode()
+            producer.send("log", value, f"k{number % 3}".encode(), {"h": b"v%d" % number}, timestamp=when).result(60)
+        for hostile in (HOSTILE.encode(), b"\xff\x00", b"x" * 1_000_000):
+            producer.send("log", hostile, hostile[:50], {"<b>": hostile[:50]}, timestamp=LATER).result(60)
+    return "log"
+
+
+@pytest.mark.parametrize(
+    ("query", "places"),
+    [
+        ("from=2&where=.n<5", [2, 3, 4]),
+        ("from=earliest&key=k1", [1, 4, 7]),
+        ("from=@2026-01-01T12:07Z&where=.n>0", [7, 8]),
+        ("from=-4&partition=0-0", [11, 10, 9, 8]),
+        ("from=99", []),
+        ("", [11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]),
+    ],
+)
+def test_messages_by_offset_time_key_and_value(running: Running, log: str, query: str, places: list[int]) -> None:
+    body = running.ask(f"/messages?name={log}&{quote(query, safe='=&@')}").body
+    assert re.findall(r'<th scope="row" class="time">0-0:(\d+)</th>', body) == [str(one) for one in places]
+    assert ("No message matches" in body) == (not places)
+
+
+def test_messages_of_other_people_are_text(running: Running, log: str) -> None:
+    body = running.ask(f"/messages?name={log}").body
+    assert "<script" not in body
+    assert "<b>" not in body
+    assert not {"\u202e", "\x07", "\x00"} & set(body)
+    assert "(1,000,000 bytes)" in body
+    assert len(body) < 60_000
+    assert "&#34;nested&#34;: {\n" in body
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "words"),
+    [
+        ("from=yesterday", 400, "is not a place in a log"),
+        ("where=x", 400, "is not a condition"),
+        ("partition=0-9", 404, "has no partition"),
+    ],
+)
+def test_a_wrong_question_is_explained(running: Running, log: str, query: str, status: int, words: str) -> None:
+    answer = running.ask(f"/messages?name={log}&{query}")
+    assert (answer.status, words in unescape(answer.body)) == (status, True)
+    assert running.ask("/messages?name=nowhere").status == 404
+
+
+def test_a_page_loads_itself_again_if_it_is_asked_to(running: Running, log: str) -> None:
+    address = f"/messages?name={log}&from=-1"
+    assert "http-equiv" not in running.ask(address).body
+    assert "http-equiv" not in running.ask(f"{address}&refresh=0;url=x").body
+    page = unescape(running.ask(f"{address}&refresh=2").body)
+    assert '<meta http-equiv="refresh" content="2">' in page
+    assert f'<a href="{address}">Stop</a>' in page
+
+
+def test_a_dead_letter_shows_where_it_is_from_and_why(running: Running) -> None:
+    assert "/letters?name=failing" in running.ask("/letters").body
+    page = unescape(running.ask("/letters?name=failing").body)
+    assert "KeyError: 'colour'" in page
+    assert "metamq dlq resend failing" in page
+    assert "/messages?name=odd&partition=0-0&from=0" in page
+    assert "customer-7" in page
+    assert running.ask("/letters?name=none").status == 404
 
 
 def test_an_open_transaction_has_its_next_step(running: Running) -> None:

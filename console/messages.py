@@ -1,0 +1,152 @@
+"""The messages of a topic, and the dead letters of a group, for a page: some of them, within a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import metamq
+from metamq.cli.show.terminal import escaped
+from metamq.zk.names import DEAD_LETTER_SUFFIX
+from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import PartitionDescription, TopicDescription
+    from metamq.client.admin.aio_admin import Admin
+    from metamq.client.consumer.aio_consumer import Consumer
+    from metamq.client.model import Message
+    from metamq.tx.app.aio_dead_letters import DeadLetter, LetterSummary
+
+READ_S = 3.0
+IDLE_S = 0.3
+COUNT = 50
+LETTERS_MAX = 100
+SHOWN_BYTES = 4000
+"""The bytes of a value that a page shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The wanted messages. `place`: the first one in each partition, as `metamq consume --from` takes it; -N is the
+    newest N of all. `partition`: empty for all."""
+
+    topic: str
+    partition: str
+    place: str | int | datetime
+    matches: Callable[[Message[bytes]], bool] | None
+
+    @property
+    def is_newest(self) -> bool:
+        """True if the last messages are wanted."""
+        return isinstance(self.place, int) and self.place < 0
+
+    @property
+    def count(self) -> int:
+        """The largest number of messages of the answer."""
+        return min(-self.place, COUNT) if isinstance(self.place, int) and self.place < 0 else COUNT
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer: the newest message first if the newest were wanted. `is_cut`: READ_S were too short for more."""
+
+    messages: list[Message[bytes]]
+    is_cut: bool
+
+
+async def read_messages(client: dict[str, Any], described: TopicDescription, question: Question) -> Found:
+    """Returns the messages up to the present ends. Raises MetamqError."""
+    wanted = {
+        TopicPartition(question.topic, part.partition): part
+        for part in described.partitions
+        if part.stable_offset is not None and question.partition in ("", part.partition)
+    }
+    found: deque[Message[bytes]] = deque()
+    is_cut = False
+    consumer: Consumer[bytes] = metamq.aio.Consumer(
+        **client, topics=question.topic, start="latest", auto_commit=False, idle_timeout_s=IDLE_S
+    )
+    async with consumer:
+        ends = await _seek(consumer, wanted, question)
+        try:
+            async with asyncio.timeout(READ_S), aclosing(consumer.__aiter__()) as messages:
+                async for message in messages:
+                    if _take(message, ends, question):
+                        found.append(message)
+                    if message.offset + 1 >= ends.get(tp := TopicPartition(message.topic, message.partition), 0):
+                        ends.pop(tp, None)
+                        consumer.pause(tp)
+                    if not ends or (len(found) == question.count and not question.is_newest):
+                        break
+        except TimeoutError:
+            is_cut = True
+    order = sorted(found, key=lambda one: (one.timestamp, one.partition, one.offset))
+    return Found(order[: -question.count - 1 : -1] if question.is_newest else order, is_cut)
+
+
+def _take(message: Message[bytes], ends: dict[TopicPartition, int], question: Question) -> bool:
+    in_range = message.offset < ends.get(TopicPartition(message.topic, message.partition), 0)
+    return in_range and (question.matches is None or question.matches(message))
+
+
+async def _seek(
+    consumer: Consumer[bytes], wanted: dict[TopicPartition, PartitionDescription], question: Question
+) -> dict[TopicPartition, int]:
+    """Seeks to the place. Returns the end of each partition with messages to read; the others are paused."""
+    ends = {}
+    for tp in consumer.assignment:
+        part = wanted.get(tp)
+        if part is None or not part.messages:
+            consumer.pause(tp)
+            continue
+        assert part.start_offset is not None
+        assert part.stable_offset is not None
+        ends[tp] = part.stable_offset
+        place = question.place
+        if isinstance(place, int):
+            place = min(max(part.stable_offset + place if place < 0 else place, part.start_offset), part.stable_offset)
+        await consumer.seek(tp, place)  # type: ignore[arg-type]
+    return ends
+
+
+def body_text(data: bytes | None) -> str:
+    """Returns bytes for people: JSON on several lines, other text as it is, with escapes; and the size if it is cut."""
+    if data is None:
+        return "–"
+    if len(data) <= SHOWN_BYTES:
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError):
+            return escaped(data.decode("utf-8", "backslashreplace"))
+        if isinstance(document, dict | list):
+            return escaped(json.dumps(document, indent=2, ensure_ascii=False))
+    text = escaped(data[:SHOWN_BYTES].decode("utf-8", "backslashreplace"))
+    return text if len(data) <= SHOWN_BYTES else f"{text}… ({len(data):,} bytes)"
+
+
+async def letter_summaries(client: dict[str, Any], admin: Admin) -> list[LetterSummary]:
+    """Returns a summary for each group that has a dead-letter topic. Raises MetamqError."""
+    topics = sorted(name for name in await admin.topics() if name.endswith(DEAD_LETTER_SUFFIX))
+    groups = [name.removesuffix(DEAD_LETTER_SUFFIX) for name in topics]
+    found = []
+    for group in groups:
+        async with metamq.aio.DeadLetterQueue(group, **client) as queue:
+            found.append(await queue.summary())
+    return found
+
+
+async def letters_of(client: dict[str, Any], group: str) -> tuple[list[DeadLetter], bool]:
+    """Returns the first letters of a group, and True if there are more. Raises MetamqError."""
+    found: list[DeadLetter] = []
+    async with metamq.aio.DeadLetterQueue(group, **client) as queue, aclosing(queue.letters()) as letters:
+        async for letter in letters:
+            if len(found) == LETTERS_MAX:
+                return found, True
+            found.append(letter)
+    return found, False
