@@ -6,11 +6,13 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
+from metamq.broker.process.parent import follow_parent
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current, look_for_cluster
 from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
@@ -31,8 +33,9 @@ PORT = 8180
     show_default=True,
     help="Port to listen on, at 127.0.0.1; 0 takes a free one.",
 )
+@click.option("--with-parent", is_flag=True, hidden=True)
 @TEXT_OR_JSON
-def console(port: int, output: str) -> int:
+def console(port: int, with_parent: bool, output: str) -> int:
     """Show brokers, topics, groups and the doctor's findings in a browser. SIGTERM or Ctrl-C stops it.
 
     It changes nothing, and listens on this machine only. It uses the login of your settings: every user of this machine
@@ -50,6 +53,8 @@ def console(port: int, output: str) -> int:
         ) from error
     from metamq.cli.commands.doctor import look
 
+    if with_parent:
+        follow_parent(sys.stdin.fileno())
     settings = current()
     asyncio.run(look_for_cluster(settings.access()))
     with _listen(port) as listener:

@@ -205,7 +205,7 @@ class StatusServer:
         checks = {"/healthz": self._broker.health, "/readyz": self._broker.readiness}
         if path not in checks:
             start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"/metrics, /healthz and /readyz are here\n"]
+            return [b"/metrics, /healthz and /readyz are here. `metamq console` shows pages.\n"]
         good, reason = checks[path]()
         start_response("200 OK" if good else "503 Service Unavailable", [("Content-Type", "text/plain")])
         return [f"{reason}\n".encode()]

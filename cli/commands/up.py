@@ -1,7 +1,7 @@
 """`metamq up`: a whole cluster on one machine, while the command runs.
 
     1. Lock the folder.
-    2. Start ZooKeeper, then a master and its slaves. Print their addresses.
+    2. Start ZooKeeper, then a master and its slaves, then the console. Print their addresses.
     3. Wait for Ctrl-C, or for the end of ZooKeeper or of a broker without slaves.
     4. Stop the replicas, then ZooKeeper, which they need to deregister.
 
@@ -28,6 +28,8 @@ from metamq.cli.command import CliCommand
 from metamq.cli.context import current
 from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars, is_alive
 from metamq.cli.show.output import TEXT_OR_JSON, count, print_json_line, say
+from metamq.cli.up_console import PORT as CONSOLE_PORT
+from metamq.cli.up_console import console_of
 from metamq.cli.up_replicas import BROKER_ID, ReplicaPlace, Replicas
 from metamq.client.settings import load, security_config
 from metamq.errors import ConfigError
@@ -61,6 +63,11 @@ VARIABLES = ("METAMQ_SECURITY_DIR", "METAMQ_SECURITY_ROLE")
     type=click.IntRange(-1, 65535),
     help=f"Port of /metrics.  [{HTTP_PORT} or the next free one; -1 none]",
 )
+@click.option(
+    "--console-port",
+    type=click.IntRange(-1, 65535),
+    help=f"Port of the console's pages.  [{CONSOLE_PORT} or the next free one; -1 none]",
+)
 @click.option("--slaves", type=click.IntRange(0, SLAVES_MAX), default=1, show_default=True, help="Number of slaves.")
 @click.option(
     "--zookeeper-memory",
@@ -79,12 +86,15 @@ def up(
     port: int | None,
     broker_port: int | None,
     http_port: int | None,
+    console_port: int | None,
     slaves: int,
     zookeeper_memory_bytes: int,
     secure: bool,
     output: str,
 ) -> int:
     """Start ZooKeeper and a broker, with a master and a slave, on this machine. Ctrl-C stops all of them.
+
+    With `pip install 'metamq[console]'` it also starts `metamq console`, the pages for a browser.
 
     The first start downloads ZooKeeper's jars (4 MB, 7 MB with TLS). Without a network, see
     `metamq zookeeper --fetch-jars`.
@@ -122,8 +132,9 @@ def up(
                 _replicas(
                     server.address, settings, folder, slaves, (broker_port, http_port), lock, signals
                 ) as replicas,
+                console_of(server.address, console_port, folder / "console.log", signals) as console,
             ):
-                _print_addresses(server.address, replicas, folder, ephemeral, output)
+                _print_addresses(server.address, replicas, console, folder, ephemeral, output)
                 while not signals.wait(POLL_S):
                     server.check_running()
                     server.renew()
@@ -135,7 +146,9 @@ def up(
     return 0
 
 
-def _print_addresses(zookeeper: str, replicas: Replicas, folder: Path, ephemeral: bool, output: str) -> None:
+def _print_addresses(
+    zookeeper: str, replicas: Replicas, console: str | None, folder: Path, ephemeral: bool, output: str
+) -> None:
     known = replicas.described()
     roles = {number: one.role for number, one in known.items()}
     if output == "json":
@@ -149,12 +162,14 @@ def _print_addresses(zookeeper: str, replicas: Replicas, folder: Path, ephemeral
             }
             for one in replicas.members
         ]
-        print_json_line({"zookeeper": zookeeper, "replicas": addresses, "data": kept})
+        print_json_line({"zookeeper": zookeeper, "replicas": addresses, "console": console, "data": kept})
         return
     say(f"ZooKeeper serves at {zookeeper}, broker {BROKER_ID} has {count(len(replicas.members), 'replica')}:")
     for one in replicas.members:
         metrics = f", {one.metrics}" if one.metrics else ""
         say(f"  {roles.get(one.number, 'waiting')} (replica {one.number}) at {one.address}{metrics}")
+    if console is not None:
+        say(f"The console is at {console} .")
     for replica in known.values():
         if replica.problem:
             say(f"Replica {replica.replica} {replica.problem}.", fg="yellow")

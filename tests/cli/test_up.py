@@ -55,7 +55,8 @@ class Up:
 
 def free_ports() -> list[object]:
     """So that a cluster of the developer's own is left alone."""
-    return [part for flag in ("--port", "--broker-port", "--http-port") for part in (flag, free_port())]
+    flags = ("--port", "--broker-port", "--http-port", "--console-port")
+    return [part for flag in flags for part in (flag, free_port())]
 
 
 @pytest.mark.slow
@@ -98,7 +99,9 @@ def test_up_tells_programs_where_everything_is(process: Start, offline: Metamq, 
     child = process("up", *free_ports(), "-o", "json", cwd=tmp_path)
     assert child.stdout is not None
     told = json.loads(child.stdout.readline())
-    assert told.keys() == {"zookeeper", "replicas", "data"}
+    assert told.keys() == {"zookeeper", "replicas", "console", "data"}
+    with urllib.request.urlopen(f"{told['console']}brokers", timeout=60) as page:
+        assert b"master" in page.read()
     assert [(one["replica"], one["role"]) for one in told["replicas"]] == [(0, "master"), (1, "slave")]
     assert len({one["address"] for one in told["replicas"]}) == 2
     assert offline("topic", "list", "-o", "json", "--zookeeper", told["zookeeper"]).json == []
@@ -106,6 +109,18 @@ def test_up_tells_programs_where_everything_is(process: Start, offline: Metamq, 
     for one in told["replicas"]:
         with urllib.request.urlopen(one["metrics"], timeout=60) as page:
             assert b"metamq_broker_ready" in page.read()
+    child.send_signal(signal.SIGTERM)
+    assert child.communicate(timeout=90) == (b"", b"Stopping.\n")
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(told["console"], timeout=60)
+
+
+@pytest.mark.slow
+def test_up_without_a_console(process: Start, tmp_path: Path) -> None:
+    ports = [*free_ports()[:6], "--console-port", -1]
+    child = process("up", *ports, "-o", "json", "--slaves", 0, cwd=tmp_path)
+    assert child.stdout is not None
+    assert json.loads(child.stdout.readline())["console"] is None
     child.send_signal(signal.SIGTERM)
     assert child.communicate(timeout=90) == (b"", b"Stopping.\n")
 
