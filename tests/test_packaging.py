@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import metamq
+
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
@@ -42,6 +44,11 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> s
     return subprocess.run(
         [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=250, check=False
     )
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    for project in (ROOT / "pyproject.toml", *ROOT.glob("integrations/*/pyproject.toml")):
+        assert tomllib.loads(project.read_text())["project"]["version"] == metamq.__version__, project
 
 
 def test_packages_are_the_tree() -> None:
