@@ -30,6 +30,9 @@ AT_ONCE = {
     "docs/scan.md": 4,
     "docs/monitoring.md": 1,
     "docs/typed.md": 1,
+    "docs/in-production.md": 1,
+    "docs/coming-from-kafka.md": 1,
+    "docs/coming-from-celery.md": 1,
 }
 """How many snippets of a guide run side by side. Those that consume wait for the end of the topic, most of the time."""
 
@@ -70,7 +73,8 @@ def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path
         with running.admin() as admin:
             if "orders" in admin.topics():
                 admin.delete("orders")
-    if document in ("docs/consuming.md", "docs/scan.md", "docs/monitoring.md"):
+    others = ("scan", "monitoring", "in-production", "coming-from-kafka")
+    if document in ("docs/consuming.md", *(f"docs/{name}.md" for name in others)):
         fill_orders(running)
     with ThreadPoolExecutor(AT_ONCE[document]) as pool:
         ended = pool.map(lambda snippet: run(snippet, running, tmp_path), found)
@@ -98,6 +102,27 @@ def test_commands_run_as_printed(document: str, tmp_path: Path) -> None:
                 env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250,
             )  # fmt: skip
             assert done.returncode == 0, f"{document}:\n{block}\n{done.stderr}"
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_as_printed(running: Cluster, tmp_path: Path) -> None:
+    """Without its Spark, which tests/spark/test_tutorial.py runs."""
+    send, count, table, spark = snippets("docs/tutorial.md")
+    assert "spark" in spark
+    assert run(send, running, tmp_path).returncode == 0
+    for _ in range(2):
+        done = run(count, running, tmp_path)
+        assert (done.returncode, done.stdout) == (0, "(20, 5000)\n"), done.stderr
+    done = run(table, running, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"station-\d\d", done.stdout) == ["station-19", "station-18", "station-17"]
+    (command,) = SHELL.findall((ROOT / "docs" / "tutorial.md").read_text())
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shown = subprocess.run(
+        ["sh", "-c", command], env={**os.environ, "METAMQ_ZOOKEEPER": running.zookeeper, "PATH": path},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert len(shown.stdout.splitlines()) == 4
 
 
 @pytest.mark.slow

@@ -59,8 +59,8 @@ class GroupLags:
     """Partitions of groups that no round has read yet."""
     interval_s: float
     read_at_s: float
-    """The time of the last round; before the first one, the time at which this replica became the master
-    (time.monotonic)."""
+    """The time of the last round; before the first one, the time at which the reader found that this replica is the
+    master, which may be an interval after it became the master (time.monotonic)."""
 
 
 class Reading(NamedTuple):
@@ -91,18 +91,21 @@ class GroupLagReader:
         self._turn = 0
         """The place of the next round in the list of all offsets."""
         self._last: GroupLags | None = None
+        self._role: object = None
+        """The master's role to which `_last` belongs: a later one reads again."""
 
     @property
     def last(self) -> GroupLags | None:
         """The last figures; None: this replica is not a master, or reads none."""
-        return self._last if isinstance(self._status.role, MasterRole) else None
+        return self._last if self._status.role is self._role else None
 
     async def run(self) -> None:
         """Reads until cancelled."""
         while self._config.group_lag_s:
-            if isinstance(self._status.role, MasterRole):
-                if self._last is None:
-                    self._last = self._figures({})
+            role = self._status.role
+            if isinstance(role, MasterRole):
+                if role is not self._role:
+                    self._role, self._last = role, self._figures({})
                 try:
                     self._last = await self._round()
                     self._log_once.worked("the lags of groups are read again")
@@ -111,7 +114,7 @@ class GroupLagReader:
                 except Exception:  # figures must not end a broker
                     log.exception("the lags of groups cannot be read")
             else:
-                self._last, self._readings = None, {}
+                self._role, self._last, self._readings = None, None, {}
             await asyncio.sleep(self._config.group_lag_s)
 
     async def _round(self) -> GroupLags:

@@ -276,6 +276,7 @@ def test_replicas_in_sync_are_counted_for_a_broker_id_over_a_failover(tmp_path: 
 
     before = {**replica("b-0", 0, 2), **replica("b-1", 1, None)}
     fires(tmp_path, before, replica("b-1", 1, 1), "MetamqSlaveNotInSync")
+    fires(tmp_path, before, replica("b-1", 2, 1), "MetamqSlaveNotInSync")  # another replica has the address now
     assert not is_firing(tmp_path, before, {**replica("b-0", 0, None), **replica("b-1", 1, 2)}, "MetamqSlaveNotInSync")
 
 

@@ -1,0 +1,200 @@
+"""Builds the site of the documentation in `site/`: `./dev docs`. Warnings are errors.
+
+The pages are those of `docs/`, and the reference comes from docstrings and from the help of the commands. NAV is the
+order of the pages: a new page of `docs/` needs a line there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from metamq.cli.app import metamq
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / ".venv" / "site"
+SITE = ROOT / "site"
+
+NAV = {
+    "Start": ["start", "tutorial"],
+    "Tasks": [
+        "producing", "consuming", "typed", "scan", "transactions", "spark", "testing", "fastapi", "administering",
+        "console",
+    ],
+    "In production": [
+        "in-production", "operating", "security", "monitoring", "replication", "runbook", "releases",
+    ],
+    "Coming from": ["coming-from-kafka", "coming-from-celery"],
+    "Explanation": [
+        "architecture", "guarantees", "performance", "original-faults", "glossary", "house", "contributing",
+    ],
+    "Reference": [
+        "api", "api-aio", "api-tx", "api-others", "errors", "commands", "wire-protocol", "log-format", "journal-format",
+        "changelog",
+    ],
+}  # fmt: skip
+FROM_ROOT = {
+    "README": "start",
+    "ARCHITECTURE": "architecture",
+    "CONTRIBUTING": "contributing",
+    "CHANGELOG": "changelog",
+}
+MODULES = {
+    "api": ("The API", ["metamq"]),
+    "api-aio": ("The API for asyncio", ["metamq.aio"]),
+    "api-tx": ("Transactions", ["metamq.tx", "metamq.tx.aio"]),
+    "api-others": ("Tests, metrics, traces", ["metamq.testing", "metamq.prometheus", "metamq.otel"]),
+}  # fmt: skip
+"""Spark's names are in docs/spark.md: their modules need pyspark."""
+NO_MEMBERS = {"metamq.Message"}
+"""Named tuples: their fields are in the docstring."""
+
+
+def main() -> None:
+    """Builds the site. The exit status is that of Sphinx."""
+    shutil.rmtree(PAGES, ignore_errors=True)
+    PAGES.mkdir(parents=True)
+    write_pages()
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "auto", "-E", "-b", "html"]
+    status = subprocess.run([*command, "-c", ROOT / ".ci" / "site", PAGES, SITE], check=False).returncode
+    if not status:
+        check()
+        (SITE / "llms.txt").write_text(llms())
+        print(SITE / "index.html")
+    sys.exit(status)
+
+
+def check() -> None:
+    """Ends with an error if the pages load something of another host, or a public name has no entry."""
+    pages = {path.stem: path.read_text() for path in SITE.glob("*.html")}
+    for name, text in pages.items():
+        if loaded := re.findall(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="((?:https?:)?//[^"]+)"', text):
+            sys.exit(f"{name}.html loads {', '.join(loaded)}")
+    entries = {entry for text in pages.values() for entry in re.findall(r'id="(metamq\.[\w.]+)"', text)}
+    for modules in (found for _title, found in MODULES.values()):
+        for module in modules:
+            for name in public_names(module):
+                home = first_home(module, name)
+                if f"{home}.{name}" not in entries:
+                    sys.exit(f"the site has no entry for {home}.{name}")
+
+
+def public_names(module: str) -> list[str]:
+    """Returns the public names of a module, but for modules in it."""
+    return [name for name in importlib.import_module(module).__all__ if name not in ("aio", "errors", "__version__")]
+
+
+def first_home(module: str, name: str) -> str:
+    """Returns the first module that has this object: the asyncio modules share names with the others."""
+    thing = getattr(importlib.import_module(module), name)
+    homes = ("metamq", "metamq.tx")
+    return next((one for one in homes if getattr(importlib.import_module(one), name, None) is thing), module)
+
+
+def write_pages() -> None:
+    """Writes the source of each page."""
+    for path in (ROOT / "docs").glob("*.md"):
+        (PAGES / path.name).write_text(linked(path.read_text()))
+    for path in (ROOT / "docs").glob("*.svg"):
+        shutil.copy(path, PAGES)
+    for name, page in FROM_ROOT.items():
+        (PAGES / f"{page}.md").write_text(linked((ROOT / f"{name}.md").read_text()))
+    for page, (title, modules) in MODULES.items():
+        (PAGES / f"{page}.rst").write_text(reference(title, modules))
+    (PAGES / "errors.rst").write_text(errors())
+    (PAGES / "commands.md").write_text(
+        "# Commands\n\n" + "\n".join(helps(metamq, click.Context(metamq, info_name="metamq")))
+    )
+    (PAGES / "index.md").write_text(index())
+    given = {path.stem for path in PAGES.glob("*") if path.suffix in (".md", ".rst")} - {"index"}
+    missing = given ^ {name for names in NAV.values() for name in names}
+    if missing:
+        sys.exit(f"NAV in .ci/docs.py and the pages differ: {', '.join(sorted(missing))}")
+
+
+def linked(text: str) -> str:
+    """Changes links between the files of the checkout to links between pages. Other files of the checkout are named."""
+    for name, page in FROM_ROOT.items():
+        text = text.replace(f"(../{name}.md", f"({page}.md").replace(f"({name}.md", f"({page}.md")
+    text = text.replace("(docs/", "(")
+    text = text.replace("```mermaid", "```text")
+    return re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"`\1`", text)
+
+
+def reference(title: str, modules: list[str]) -> str:
+    """Returns the page of the public names of modules. A name that two modules share is at the first one only."""
+    parts = [title, "=" * len(title), ""]
+    for module in modules:
+        parts += [module, "-" * len(module), ""]
+        shared = []
+        for name in public_names(module):
+            home = first_home(module, name)
+            if home == module:
+                parts += directive(module, name)
+            else:
+                shared.append(f":class:`{home}.{name}`")
+        if shared:
+            parts += [f"The same as there: {', '.join(shared)}.", ""]
+    return "\n".join(parts)
+
+
+def directive(module: str, name: str) -> list[str]:
+    """Returns the lines for one public name."""
+    thing = getattr(importlib.import_module(module), name)
+    kind = "class" if isinstance(thing, type) else "function"
+    lines = [f".. auto{kind}:: {module}.{name}"]
+    if kind == "class" and f"{module}.{name}" not in NO_MEMBERS:
+        lines += ["   :members:", "   :inherited-members: tuple, int, Exception, Generic, Protocol"]
+    return [*lines, ""]
+
+
+def errors() -> str:
+    """Returns the page of the errors."""
+    module = importlib.import_module("metamq.errors")
+    names = [name for name, one in vars(module).items() if isinstance(one, type) and one.__module__ == module.__name__]
+    lines = ["Errors", "======", "", "All are subclasses of ``MetamqError``, in ``metamq.errors``.", ""]
+    for name in names:
+        lines += [f".. autoclass:: metamq.errors.{name}", "   :show-inheritance:", ""]
+    return "\n".join(lines)
+
+
+def helps(command: click.Command, context: click.Context) -> Iterator[str]:
+    """Yields a part for a command and each one below it: its `--help`."""
+    yield f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            if below is not None and not below.hidden:
+                yield from helps(below, click.Context(below, parent=context, info_name=name))
+
+
+def index() -> str:
+    """Returns the first page."""
+    lines = ["# metamq", "", "A pull-style message queue for Python and Spark.", ""]
+    for caption, names in NAV.items():
+        lines += ["```{toctree}", f":caption: {caption}", ":maxdepth: 1", "", *names, "```", ""]
+    return "\n".join(lines)
+
+
+def llms() -> str:
+    """Returns llms.txt: each page with its first sentence."""
+    lines = ["# metamq", "", "> A pull-style message queue for Python and Spark.", ""]
+    for caption, names in NAV.items():
+        lines += [f"## {caption}", ""]
+        for name in names:
+            text = next(PAGES.glob(f"{name}.*")).read_text()
+            title = next(line.lstrip("# ") for line in text.splitlines() if line.strip())
+            lines.append(f"- [{title}]({name}.html)")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
