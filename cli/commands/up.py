@@ -106,7 +106,8 @@ def up(
     number, address, ports and data folder.
 
     With --secure, ZooKeeper and the broker speak only TLS. The command prints `export` lines with the certificate
-    that clients use. A folder that was secure once stays secure.
+    that clients use. A folder that was secure once stays secure. The console then needs --console-port: every user of
+    this machine could read its pages.
 
     \b
     metamq up
@@ -132,7 +133,7 @@ def up(
                 _replicas(
                     server.address, settings, folder, slaves, (broker_port, http_port), lock, signals
                 ) as replicas,
-                console_of(server.address, console_port, folder / "console.log", signals) as console,
+                console_of(server.address, _console_port(console_port), folder / "console.log", signals) as console,
             ):
                 _print_addresses(server.address, replicas, console, folder, ephemeral, output)
                 while not signals.wait(POLL_S):
@@ -144,6 +145,11 @@ def up(
         except Stopped:
             say("Stopping.")
     return 0
+
+
+def _console_port(given: int | None) -> int | None:
+    """Returns the port; -1 in a secure cluster, unless it is given: the console has no login, and our certificate."""
+    return -1 if given is None and os.environ.get(VARIABLES[0]) else given
 
 
 def _print_addresses(

@@ -143,7 +143,9 @@ def test_up_is_secure_and_stays_so(process: Callable[..., subprocess.Popen[bytes
     for options in (["--secure", "--slaves", 0], ["--slaves", 1]):
         child = process("up", *options, *ports)
         assert child.stdout is not None
-        address = json.loads(child.stdout.readline())["zookeeper"]
+        told = json.loads(child.stdout.readline())
+        address = told["zookeeper"]
+        assert told["console"] is None, "its pages have no login"
         security = SecurityConfig(dir=str(tmp_path / "security"), role="admin")
         with Producer(address, security=security) as producer:
             assert producer is not None
