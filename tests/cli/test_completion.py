@@ -80,7 +80,7 @@ def test_commands_and_options_need_no_cluster() -> None:
 
 
 def test_a_cluster_that_does_not_answer_offers_nothing_soon() -> None:
-    """The address of a network that nobody uses: packets get no answer."""
+    """The address is of a network for documentation: packets get no answer."""
     assert completed(["consume", "x"], METAMQ_ZOOKEEPER="192.0.2.1:2181") == []
     assert completed(["consume", "x"], METAMQ_ZOOKEEPER="no address") == []
 

@@ -6,48 +6,65 @@ taskiq acknowledges each task by itself, in any order, and runs several at once.
 partition. So the offset of a partition is committed up to the oldest task that is not acknowledged yet. After a crash,
 the tasks from there on run again, also those that were acknowledged after it.
 
-The consumer's loop would count a message as done as soon as it asks for the next one. So `auto_commit` is off, and each
-acknowledgement commits.
+The consumer's loop would count a message as done as soon as it asks for the next one. So `auto_commit` is off. A task
+of the broker commits what is acknowledged every `commit_interval_s`, and shutdown() does it a last time. A partition
+that another worker takes over is forgotten: what was not committed runs again there.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 from taskiq import AckableMessage, AsyncBroker, AsyncResultBackend, BrokerMessage
 
 from metamq.aio import Consumer, Producer, TopicPartition
-from metamq.errors import ConfigError, OwnershipLost
+from metamq.errors import ConfigError, MetamqError, OwnershipLost
 
+log = logging.getLogger("taskiq_metamq")
+
+COMMIT_INTERVAL_S = 1.0
 DELAY = "delay"
 """The label by which other brokers of taskiq delay a task. metamq has no delayed messages."""
 
 
 class Unfinished:
-    """The delivered tasks of one partition that are not acknowledged."""
+    """The delivered tasks of one partition that are not acknowledged, from its assignment on."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int) -> None:
         self._offsets: dict[int, None] = {}  # in the order of delivery, which is that of offsets
-        self._end = 0
+        self._end = self._committed = first
 
     def begin(self, offset: int) -> None:
-        """Notes a delivered task. An offset below the last one begins the partition again."""
-        if offset < self._end:
-            self._offsets.clear()
+        """Notes a delivered task."""
         self._offsets[offset] = None
         self._end = offset + 1
 
-    def finish(self, offset: int) -> int:
-        """Notes an acknowledged task. Returns the offset to commit."""
+    def finish(self, offset: int) -> None:
+        """Notes an acknowledged task."""
         self._offsets.pop(offset, None)
-        return next(iter(self._offsets), self._end)
+
+    def to_commit(self) -> int | None:
+        """Returns the offset to commit, or None if there is nothing new."""
+        end = next(iter(self._offsets), self._end)
+        if end <= self._committed:
+            return None
+        self._committed = end
+        return end
+
+    def forget_commit(self) -> None:
+        """Makes to_commit() return the offset again: its commit has failed."""
+        self._committed = -1
 
 
 class MetamqBroker(AsyncBroker):
     """Keeps tasks in a topic, which must exist. Workers with the same `group` share its partitions.
 
     zookeeper: the cluster's ZooKeeper; the default is $METAMQ_ZOOKEEPER.
+    commit_interval_s: the time between two commits of acknowledged tasks. After a crash, those since then run again.
     producer, consumer: more settings of metamq's asyncio clients.
     """
 
@@ -59,15 +76,20 @@ class MetamqBroker(AsyncBroker):
         group: str = "taskiq",
         result_backend: AsyncResultBackend[Any] | None = None,
         task_id_generator: Callable[[], str] | None = None,
+        commit_interval_s: float = COMMIT_INTERVAL_S,
         producer: dict[str, Any] | None = None,
         consumer: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(result_backend, task_id_generator)
         self._topic = topic
         self._producer: Producer[Any] = Producer(zookeeper, **(producer or {}))
-        settings = {"topics": topic, "group": group, "auto_commit": False, **(consumer or {})}
+        settings = {
+            "topics": topic, "group": group, "auto_commit": False, "on_revoked": self._forget, **(consumer or {}),
+        }  # fmt: skip
         self._consumer: Consumer[bytes] = Consumer(zookeeper, **settings)
         self._unfinished: dict[TopicPartition, Unfinished] = {}
+        self._interval_s = commit_interval_s
+        self._committing: asyncio.Task[None] | None = None
 
     async def startup(self) -> None:
         """Opens the producer, and in a worker the consumer. Raises metamq's ConnectError, TopicNotFound."""
@@ -75,11 +97,16 @@ class MetamqBroker(AsyncBroker):
         await self._producer.open()
         if self.is_worker_process:
             await self._consumer.open()
+            self._committing = asyncio.create_task(self._keep_committing())
 
     async def shutdown(self) -> None:
-        """Sends what the producer still has, leaves the group, and closes."""
+        """Commits what is acknowledged, sends what the producer still has, leaves the group, and closes."""
         await super().shutdown()
+        if self._committing is not None:
+            self._committing.cancel()
+            await asyncio.wait([self._committing])
         if self.is_worker_process:
+            await self._commit()
             await self._consumer.close()
         await self._producer.close()
 
@@ -93,19 +120,31 @@ class MetamqBroker(AsyncBroker):
         await self._producer.send(self._topic, message.message)
 
     async def listen(self) -> AsyncGenerator[AckableMessage, None]:
-        """Yields tasks. The acknowledgement of a task commits what is finished of its partition."""
+        """Yields tasks. An acknowledged task is committed as soon as those before it are acknowledged, too."""
         async for message in self._consumer:
             partition = TopicPartition(message.topic, message.partition)
-            unfinished = self._unfinished.setdefault(partition, Unfinished())
+            unfinished = self._unfinished.setdefault(partition, Unfinished(message.offset))
             unfinished.begin(message.offset)
-            yield AckableMessage(data=message.value, ack=self._ack(partition, unfinished, message.offset))
+            yield AckableMessage(data=message.value, ack=partial(unfinished.finish, message.offset))
 
-    def _ack(self, partition: TopicPartition, unfinished: Unfinished, offset: int) -> Callable[[], Any]:
-        async def ack() -> None:
-            end = unfinished.finish(offset)
+    def _forget(self, revoked: list[TopicPartition]) -> None:
+        for partition in revoked:
+            self._unfinished.pop(partition, None)
+
+    async def _keep_committing(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self._commit()
+
+    async def _commit(self) -> None:
+        for partition, unfinished in list(self._unfinished.items()):
+            end = unfinished.to_commit()
+            if end is None:
+                continue
             try:
                 await self._consumer.commit({partition: end})
             except OwnershipLost:
-                self._unfinished.pop(partition, None)  # another worker has the partition, and runs the task again
-
-        return ack
+                self._unfinished.pop(partition, None)  # another worker has the partition, and runs the tasks again
+            except MetamqError as error:  # the next commit passes this offset as well
+                unfinished.forget_commit()
+                log.warning("tasks of %s are not committed now: %s", partition, error)

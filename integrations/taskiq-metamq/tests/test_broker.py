@@ -121,12 +121,13 @@ async def test_acknowledgements_commit_up_to_the_oldest_unfinished_task(metamq_c
     first, second, third = [await anext(tasks) for _ in range(3)]
 
     async def committed_after(one: AckableMessage) -> int | None:
-        await one.ack()  # type: ignore[misc]
+        one.ack()
+        await broker._commit()
         with metamq_cluster.admin() as admin:
             (offset,) = await asyncio.to_thread(lambda: admin.describe_group(topic).partitions)
         return offset.committed
 
-    assert await committed_after(second) == 0
+    assert await committed_after(second) is None
     assert await committed_after(first) == 2
     assert await committed_after(third) == 3
     await tasks.aclose()
@@ -146,10 +147,40 @@ async def test_a_delay_is_refused(metamq_cluster: Cluster, metamq_topic: str) ->
         assert "metamq has no delayed messages" in str(caught.value.__cause__)
 
 
-def test_a_partition_that_comes_back_begins_again() -> None:
-    unfinished = Unfinished()
+def test_the_offset_to_commit_is_that_of_the_oldest_unfinished_task() -> None:
+    unfinished = Unfinished(5)
     for offset in (5, 6, 7):
         unfinished.begin(offset)
-    assert unfinished.finish(6) == 5
-    unfinished.begin(5)
-    assert unfinished.finish(5) == 6
+    unfinished.finish(6)
+    assert unfinished.to_commit() is None
+    unfinished.finish(5)
+    assert unfinished.to_commit() == 7
+    unfinished.forget_commit()
+    assert unfinished.to_commit() == 7
+    unfinished.finish(7)
+    assert (unfinished.to_commit(), unfinished.to_commit()) == (8, None)
+
+
+@pytest.mark.asyncio
+async def test_a_partition_that_comes_back_begins_again(metamq_cluster: Cluster) -> None:
+    """Another worker has processed the tasks meanwhile, and this one acknowledges late."""
+    topic = metamq_cluster.new_topic(partitions=1)
+    async with client(metamq_cluster, topic) as sender:
+        for number in range(3):
+            await kick(sender, number)
+    broker = MetamqBroker(metamq_cluster.zookeeper, topic=topic, group=topic, commit_interval_s=3600)
+    broker.is_worker_process = True
+    await broker.startup()
+    tasks = broker.listen()
+    late = await anext(tasks)
+    (partition,) = broker._unfinished
+    broker._forget([partition])
+    again = await anext(tasks)
+    again.ack()
+    late.ack()
+    await broker._commit()
+    with metamq_cluster.admin() as admin:
+        (offset,) = await asyncio.to_thread(lambda: admin.describe_group(topic).partitions)
+    assert offset.committed == 2
+    await tasks.aclose()
+    await broker.shutdown()
