@@ -31,7 +31,7 @@ NAV = {
     "In production": [
         "in-production", "operating", "security", "monitoring", "replication", "runbook", "releases",
     ],
-    "Coming from": ["coming-from-kafka", "coming-from-celery"],
+    "Coming from": ["coming-from-kafka", "coming-from-rocketmq", "coming-from-celery"],
     "Explanation": [
         "architecture", "guarantees", "performance", "original-faults", "glossary", "house", "contributing",
     ],
