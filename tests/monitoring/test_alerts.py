@@ -357,6 +357,8 @@ def test_prometheus_runs_the_rules_and_the_queries_of_the_board(running: Cluster
             assert {rule["name"] for rule in rules_of(port)} == set(NAMES)
             for query in QUERIES:
                 prometheus_get(port, "query", query=query.replace("$__rate_interval", "1m"))
+            # The rules may have run before the first scrape of the broker.
+            wait_until(lambda: prometheus_get(port, "query", query="metamq_broker_ready")["result"])
             (ready,) = prometheus_get(port, "query", query="metamq_broker_ready")["result"]
             assert ready["value"][1] == "1"
         finally:
