@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
 def test_the_picture_of_the_tutorial(running: Cluster, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
     send, *_others, draw = snippets("docs/tutorial.md")
     for snippet in (send, draw):
         done = run(snippet, running, tmp_path, PYTHONWARNINGS="default", MPLBACKEND="agg")

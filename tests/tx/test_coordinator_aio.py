@@ -133,13 +133,15 @@ def test_a_block_that_is_cancelled(
         monkeypatch.setattr(owner, name, cancelled)
 
     async def scenario() -> None:
+        inside = asyncio.Event()
         async with opened(recover_every_s=0.05) as coordinator:
 
             async def one() -> None:
                 async with coordinator.begin() as tx:
                     await work(tx, topic, "1")
                     if where == "block":
-                        await asyncio.sleep(3600)
+                        inside.set()
+                        await asyncio.Event().wait()
 
             steps: dict[str, tuple[Any, str]] = {"prepare": (Part, "prepare"), "commit": (Part, "commit")}
             steps["decision"] = (metamq.tx.aio.Coordinator, "_write_decision")
@@ -147,7 +149,7 @@ def test_a_block_that_is_cancelled(
                 cancels(*steps[where])
             task = asyncio.create_task(one(), name="cancelled")
             if where == "block":
-                await asyncio.sleep(0.3)
+                await inside.wait()
                 task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

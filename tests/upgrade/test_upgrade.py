@@ -64,7 +64,7 @@ def test_settings_offsets_and_dead_letters_are_there(upgraded: Upgraded) -> None
 
 @pytest.mark.slow
 def test_work_continues(upgraded: Upgraded) -> None:
-    """A transaction in doubt is committed, a group goes on from its offsets, letters are sent again, logs grow."""
+    """A transaction in doubt is committed, a group continues from its offsets, letters are sent again, logs grow."""
     running, expected = upgraded.running, upgraded.expected
     with running.producer() as producer:
         (xid,) = producer.tpc_recover()

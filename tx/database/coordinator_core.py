@@ -129,7 +129,7 @@ class BaseCoordinator(ABC):
         self._undecided: set[str] = set()
         """The gtrids that may or may not be in the log. The next process that opens the log finds out."""
         self._unfinished = threading.Event()
-        """Set if a transaction that nobody works on may be prepared."""
+        """Set if a transaction may be prepared that no thread or task works on."""
         self._unfinished.set()
         self._closed = threading.Event()
         self._every_s = recover_every_s

@@ -37,12 +37,12 @@ class Unfinished:
 
     def __init__(self) -> None:
         self._offsets: dict[int, None] = {}  # in the order of delivery, which is that of offsets
-        self._end = self._committed = 0
+        self._end = self.committed = 0
 
     def begin(self, offset: int) -> None:
         """Notes a delivered task."""
         if not self._end:
-            self._committed = offset
+            self.committed = offset
         self._offsets[offset] = None
         self._end = offset + 1
 
@@ -53,10 +53,7 @@ class Unfinished:
     def to_commit(self) -> int | None:
         """Returns the offset to commit, or None if there is nothing new."""
         end = next(iter(self._offsets), self._end)
-        if end <= self._committed:
-            return None
-        self._committed = end
-        return end
+        return end if end > self.committed else None
 
 
 class Queue:
@@ -107,6 +104,7 @@ class Queue:
                 continue
             try:
                 self.consumer.commit({partition: end})
+                unfinished.committed = end
             except OwnershipLost:
                 self._unfinished.pop(partition, None)  # another worker has the partition, and runs the tasks again
 

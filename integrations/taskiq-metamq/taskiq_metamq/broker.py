@@ -36,7 +36,7 @@ class Unfinished:
 
     def __init__(self, first: int) -> None:
         self._offsets: dict[int, None] = {}  # in the order of delivery, which is that of offsets
-        self._end = self._committed = first
+        self._end = self.committed = first
 
     def begin(self, offset: int) -> None:
         """Notes a delivered task."""
@@ -50,14 +50,7 @@ class Unfinished:
     def to_commit(self) -> int | None:
         """Returns the offset to commit, or None if there is nothing new."""
         end = next(iter(self._offsets), self._end)
-        if end <= self._committed:
-            return None
-        self._committed = end
-        return end
-
-    def forget_commit(self) -> None:
-        """Makes to_commit() return the offset again: its commit has failed."""
-        self._committed = -1
+        return end if end > self.committed else None
 
 
 class MetamqBroker(AsyncBroker):
@@ -143,8 +136,8 @@ class MetamqBroker(AsyncBroker):
                 continue
             try:
                 await self._consumer.commit({partition: end})
+                unfinished.committed = end
             except OwnershipLost:
                 self._unfinished.pop(partition, None)  # another worker has the partition, and runs the tasks again
-            except MetamqError as error:  # the next commit passes this offset as well
-                unfinished.forget_commit()
+            except MetamqError as error:  # the next commit repeats it
                 log.warning("tasks of %s are not committed now: %s", partition, error)
