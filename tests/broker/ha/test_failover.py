@@ -316,25 +316,28 @@ def test_a_master_that_stops_does_not_join_its_successor(group: Group) -> None:
     assert "replica 0 of broker 0 has joined" not in group.replicas[1].log_path.read_text()
 
 
-def test_a_master_that_stops_listens_as_long_as_it_may_acknowledge(group: Group) -> None:
+def test_a_master_that_stops_listens_as_long_as_it_may_acknowledge() -> None:
     """A slave takes a refused connection for the end of the process."""
-    topic = a_sync_topic(group, partitions=1)
-    slave, former = group.add_slave(), group.replicas[0]
-    group.wait_insync(0, 1)
-    with group.cluster.admin() as admin:
-        admin.set_failover(0, paused=True)  # else it hands over at once
-    with group.cluster.producer(linger_ms=0) as producer, ThreadPoolExecutor(1) as pool:
-        producer.send(topic, b"0").result(SLOW_S)
-        slave.freeze()
-        waiting = producer.send(topic, b"1")  # until the slave has left the in-sync set
-        wait_until(lambda: group.ends(0)[topic, 0][0] == 2, what="a stored message")
-        stopping = pool.submit(former.stop)
-        while not waiting.done():
-            socket.create_connection(("127.0.0.1", former.port), SLOW_S).close()
-            time.sleep(0.01)
-        assert waiting.result().offset == 1
-        assert stopping.result(SLOW_S) == 0
-    slave.thaw()
+    with replica_group(failover="auto", session_timeout_ms=4 * SESSION_MS, insync_lag_ms=4 * LAG_MS) as group:
+        topic = a_sync_topic(group, partitions=1)
+        slave, former = group.add_slave(), group.replicas[0]
+        group.wait_insync(0, 1)
+        with group.cluster.admin() as admin:
+            admin.set_failover(0, paused=True)  # else it hands over at once
+        with group.cluster.producer(linger_ms=0) as producer, ThreadPoolExecutor(1) as pool:
+            producer.send(topic, b"0").result(SLOW_S)
+            slave.freeze()
+            waiting = producer.send(topic, b"1")  # until the slave has left the in-sync set
+            wait_until(lambda: group.ends(0)[topic, 0][0] == 2, what="a stored message")
+            stopping = pool.submit(former.stop)
+            with pytest.raises(ConnectionRefusedError):
+                while not stopping.done():
+                    socket.create_connection(("127.0.0.1", former.port), SLOW_S).close()
+                    time.sleep(0.01)
+            on_its_way_s = 2 * LAG_MS / 1000  # the slave takes longer to leave the in-sync set
+            assert waiting.result(on_its_way_s).offset == 1
+            assert stopping.result(SLOW_S) == 0
+        slave.thaw()
 
 
 def test_a_damaged_master_hands_over_and_is_repaired(group: Group) -> None:
