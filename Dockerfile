@@ -30,7 +30,8 @@ FROM $PYTHON_IMAGE AS metamq
 RUN groupadd --system --gid 8123 metamq \
     && useradd --system --uid 8123 --gid metamq --no-create-home --home-dir /var/lib/metamq metamq \
     && install --directory --owner metamq --group metamq /var/lib/metamq /etc/metamq /etc/metamq/security \
-        /etc/metamq/security-of/brokers /etc/metamq/security-of/zookeeper /etc/metamq/security-of/admin
+        /etc/metamq/security-of/brokers /etc/metamq/security-of/zookeeper /etc/metamq/security-of/admin \
+        /etc/metamq/security-of/console
 COPY --from=build /opt/metamq /opt/metamq
 ENV PATH=/opt/metamq/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -40,8 +41,8 @@ ENV PATH=/opt/metamq/bin:$PATH \
 USER metamq
 WORKDIR /var/lib/metamq
 VOLUME /var/lib/metamq
-# ZooKeeper; the broker's clients; /metrics, /healthz and /readyz.
-EXPOSE 2181 8123 8120
+# ZooKeeper; the broker's clients; /metrics, /healthz and /readyz; the console.
+EXPOSE 2181 8123 8120 8180
 # A broker is ready after its logs are recovered and it is registered in ZooKeeper.
 HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --retries=3 \
     CMD ["python", "-c", "import os, ssl; from urllib.request import urlopen; \

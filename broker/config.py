@@ -45,6 +45,8 @@ class BrokerConfig:
     """Address of that port, if it differs from `host`: a network that only scrapers reach."""
     http_tls: bool = False
     """True: that port uses TLS, and /metrics needs a certificate with the right `describe cluster`."""
+    console_url: str = ""
+    """Address of `metamq console`, to which the page `/` of that port has a link."""
     session_timeout_ms: int = 10_000
     """ZooKeeper session time-out: a crashed broker stays registered this long."""
     disk_reserve_bytes: int = 256 * MEBIBYTE
@@ -136,5 +138,9 @@ class BrokerConfig:
         check_ranges("broker", self, limits, real=real)
         if self.failover:
             check_mode(self.failover)
+        if self.console_url and not self.console_url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"the broker's `console_url` is {self.console_url!r}", hint="It begins with http:// or https://."
+            )
         if not self.data:
             raise ConfigError("the broker's `data` folder is empty", hint="Give it with --data.")

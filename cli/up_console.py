@@ -28,20 +28,37 @@ POLL_S = 0.05
 PACKAGES = ("starlette", "uvicorn", "jinja2")
 
 
-@contextlib.contextmanager
-def console_of(zookeeper: str, port: int | None, log_path: Path, signals: StopSignals) -> Iterator[str | None]:
-    """Runs the console for a `with` block. Yields its address; None without one: port -1, or packages are missing.
-
-    `port`: None takes the first free one from PORT on. A console that does not start is reported, and no error.
-    """
-    if port == -1 or not all(map(importlib.util.find_spec, PACKAGES)):
-        if port is not None and port >= 0:
+def choose_port(wanted: int | None) -> int:
+    """Returns the console's port: the wanted one, else the first free one from PORT on; -1: none, or no packages."""
+    if wanted == -1 or not all(map(importlib.util.find_spec, PACKAGES)):
+        if wanted is not None and wanted >= 0:
             say("There is no console: it needs `pip install 'metamq[console]'`.")
+        return -1
+    if wanted is not None:
+        return wanted
+    return next((port for port in range(PORT, PORT + PORTS_TRIED) if is_free(HOST, port)), 0)
+
+
+def url_of(port: int) -> str:
+    """Returns the console's address; empty if it is not known before the start."""
+    return f"http://{HOST}:{port}/" if port > 0 else ""
+
+
+@contextlib.contextmanager
+def console_of(
+    zookeeper: str, port: int, log_path: Path, signals: StopSignals, *, secure: bool
+) -> Iterator[str | None]:
+    """Runs the console for a `with` block. Yields its address; None without one, as for port -1.
+
+    In a secure cluster its visitors log in: other users of this machine have no rights. A console that does not start
+    is reported, and no error.
+    """
+    if port == -1:
         yield None
         return
-    if port is None:
-        port = next((one for one in range(PORT, PORT + PORTS_TRIED) if is_free(HOST, one)), 0)
     command = ["console", "--port", str(port), "-o", "json", "--with-parent", "--zookeeper", zookeeper]
+    if secure:
+        command.append("--login")
     with (
         log_path.open("ab") as log,
         subprocess.Popen(

@@ -191,8 +191,8 @@ class ReplicaProcess:
 class Replicas:
     """All replicas of the broker, from `start` to `stop`."""
 
-    def __init__(self, zookeeper: str, root: str, config: str | None, *, is_auto: bool) -> None:
-        """`is_auto`: the mode of failover is auto, if the broker id has none yet."""
+    def __init__(self, zookeeper: str, root: str, config: str | None, console_url: str, *, is_auto: bool) -> None:
+        """`is_auto`: the mode of failover is auto, if the broker id has none yet. `console_url`: empty for none."""
         self.members: list[ReplicaProcess] = []
         self._zookeeper = zookeeper
         self._root = root
@@ -201,6 +201,8 @@ class Replicas:
             self._settings.append(f"--config={config}")
         if is_auto:
             self._settings.append("--failover=auto")
+        if console_url:
+            self._settings.append(f"--console-url={console_url}")
 
     def start(self, places: list[ReplicaPlace], folder: Path, lock: int) -> None:
         """Starts a process for each place, all at the same time."""

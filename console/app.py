@@ -1,18 +1,25 @@
 """The pages of the console, and the rules that every answer obeys.
 
-All pages are read with GET, and change nothing. Templates escape every value, so names and errors of other people are
-text. No page has a script, and none asks another host.
+Pages are read with GET, and change nothing. A change is a POST, from a form that only this console can have made.
+Templates escape every value, so names and errors of other people are text. No page has a script, and none asks another
+host.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
+from urllib.parse import parse_qsl, urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.applications import Starlette
@@ -25,25 +32,28 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from uvicorn import Config, Server
 
+import metamq
 from metamq.cli.commands.tx import age_ms, next_steps, who_decides
 from metamq.cli.messages.filters import all_of, parse_condition, parse_key
-from metamq.cli.show.terminal import escaped
 from metamq.cli.show.units import parse_place, show_age, show_bytes, show_flush, show_retention
-from metamq.client.admin.aio_admin import Admin
 from metamq.console.console_view import READ_S, ConsoleView, answer_or_problem, within_time
-from metamq.console.messages import COUNT, Question, body_text, letter_summaries, letters_of, read_messages
-from metamq.errors import ConnectError, MetamqError, PartitionNotFound
+from metamq.console.messages import COUNT, Question, body_text, letter_summaries, letters_of, plain_text, read_messages
+from metamq.errors import AuthenticationFailed, ConnectError, MetamqError, NotAuthorized, PartitionNotFound, Timeout
 
 if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from metamq.cli.context import Globals
-    from metamq.console.console_view import Doctor
+    from metamq.console.visitors import Visitors
+
+log = logging.getLogger("metamq.console")
 
 HERE = Path(__file__).parent
-HOSTS = ("127.0.0.1", "localhost")
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """Other names in the header Host are refused: a page of another site could lead its own name to this address."""
+FORM_BYTES_MAX = 10_000
+RESEND_S = 60.0
+LOGIN = {"www-authenticate": 'Basic realm="metamq", charset="UTF-8"'}
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; style-src 'self'; img-src 'self'; base-uri 'none'; form-action 'self'; "
@@ -69,42 +79,54 @@ class QuietServer(Server):
         yield
 
 
-def make_server(settings: Globals, doctor: Doctor) -> Server:
-    """Returns the server of the console; the caller gives it a socket that listens."""
-    app = make_app(settings, doctor)
+@dataclass(frozen=True, slots=True)
+class ConsoleRules:
+    """The hosts by which the console may be addressed, and whether its pages may change something."""
+
+    hosts: Sequence[str] = HOSTS
+    allow_changes: bool = False
+    form_key: bytes = field(default_factory=partial(secrets.token_bytes, 32), repr=False)
+
+    def form_token(self, user: str) -> str:
+        """Returns the token of a visitor's forms. Pages of other sites do not know it, and so cannot send a form."""
+        return hmac.new(self.form_key, user.encode(), hashlib.sha256).hexdigest()
+
+
+def make_server(
+    visitors: Visitors, rules: ConsoleRules, certificate: str | None = None, key: str | None = None
+) -> Server:
+    """Returns the server of the console; the caller gives it a socket that listens. With a certificate it uses TLS."""
     return QuietServer(
         Config(
-            app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=SHUTDOWN_S, ws="none"
+            make_app(visitors, rules), log_config=None, access_log=False, server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_S, ws="none", ssl_certfile=certificate, ssl_keyfile=key,
         )
-    )
+    )  # fmt: skip
 
 
-def make_app(settings: Globals, doctor: Doctor) -> Starlette:
+def make_app(visitors: Visitors, rules: ConsoleRules) -> Starlette:
     """Returns the console. It connects to the cluster when it starts: raises ConnectError then."""
 
     @contextlib.asynccontextmanager
     async def connected(app: Starlette) -> AsyncIterator[None]:
-        client = {**settings.access()._asdict(), "config": settings.config_file}
-        async with Admin(**client) as admin:
-            view = app.state.view = ConsoleView(admin, client, doctor)
-            with contextlib.closing(view):
-                await answer_or_problem(view.load())  # so that the first page has rates
-                yield
+        app.state.visitors, app.state.rules = visitors, rules
+        async with visitors.open():
+            yield
 
     pages: dict[str, Page] = {
         "/": _health, "/brokers": _brokers, "/topics": _topics, "/topic": _topic, "/groups": _groups, "/group": _group,
         "/messages": _messages, "/letters": _letters, "/transactions": _transactions,
     }  # fmt: skip
+    routes = [Route(path, partial(_answer, page), methods=["GET"]) for path, page in pages.items()]
+    if rules.allow_changes:
+        routes.append(Route("/resend", partial(_answer, _resend), methods=["GET", "POST"]))
     return Starlette(
-        routes=[
-            *(Route(path, partial(_answer, page), methods=["GET"]) for path, page in pages.items()),
-            Mount("/static", StaticFiles(directory=HERE / "static")),
-        ],
+        routes=[*routes, Mount("/static", StaticFiles(directory=HERE / "static"))],
         middleware=[
             Middleware(SafeHeaders),
-            Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False),
+            Middleware(TrustedHostMiddleware, allowed_hosts=[*rules.hosts], www_redirect=False),
         ],
-        exception_handlers={MetamqError: _problem, HTTPException: _refused},
+        exception_handlers={MetamqError: _problem, HTTPException: _refused, Exception: _failed},
         lifespan=connected,
     )
 
@@ -141,7 +163,7 @@ def _templates() -> Environment:
     filters: dict[str, Callable[..., str]] = {
         "number": _number,
         "size": lambda size: "–" if size is None else show_bytes(round(size)),
-        "shown": lambda value: "–" if value is None else escaped(str(value)),
+        "shown": lambda value: "–" if value is None else plain_text(str(value)),
         "age": show_age,
         "body": body_text,
         "time": lambda when: "–" if when is None else when.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z",
@@ -162,25 +184,49 @@ def _html(request: Request, template: str, status: int = 200, **values: Any) -> 
     refresh = given["refresh"] if given.get("refresh") in REFRESHES else ""
     others = urlencode([(name, value) for name, value in given.multi_items() if name != "refresh"])
     page = TEMPLATES.get_template(template)
-    return HTMLResponse(page.render(path=request.url.path, query=others, refresh=refresh, **values), status)
+    path = f"/{request.url.path.lstrip('/')}"  # //x would be a link to another host
+    rules, user = request.app.state.rules, getattr(request.state, "user", "")
+    shared = {"user": user, "allow_changes": rules.allow_changes, "form_token": rules.form_token(user)}
+    return HTMLResponse(page.render(path=path, query=others, refresh=refresh, **shared, **values), status)
 
 
 async def _answer(page: Page, request: Request) -> Response:
-    template, values = await page(request.app.state.view, request)
+    visitors: Visitors = request.app.state.visitors
+    view, request.state.user = await visitors.visit(request.headers.get("authorization", ""))
+    template, values = await page(view, request)
     return _html(request, template, **values)
+
+
+def _status(error: MetamqError) -> int:
+    if isinstance(error, AuthenticationFailed):
+        return 401
+    if isinstance(error, NotAuthorized):
+        return 403
+    # Other errors name what is not there.
+    return 503 if isinstance(error, ConnectError | Timeout) or type(error) is MetamqError else 404
 
 
 def _problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, MetamqError)
-    is_unknown = type(error) is not MetamqError and not isinstance(error, ConnectError)
-    return _html(request, "problem.html", 404 if is_unknown else 503, problem=error.problem, hint=error.hint)
+    status = _status(error)
+    response = _html(request, "problem.html", status, problem=error.problem, hint=error.hint)
+    response.headers.update(LOGIN if status == 401 else {})
+    return response
 
 
 def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    hint = "The console changes nothing: it only answers GET." if error.status_code == 405 else ""
+    hint = "Pages are read with GET, and change nothing." if error.status_code == 405 else ""
     response = _html(request, "problem.html", error.status_code, problem=error.detail, hint=hint)
     response.headers.update(error.headers or {})
+    return response
+
+
+def _failed(request: Request, _error: Exception) -> Response:
+    """Answers for a fault of the console itself, which the server logs. Starlette sends it past all middleware."""
+    problem = "the console failed to make this page"
+    response = _html(request, "problem.html", 500, problem=problem, hint="Its log has the reason. Please report it.")
+    response.headers.update(HEADERS)
     return response
 
 
@@ -189,7 +235,7 @@ async def _health(view: ConsoleView, _request: Request) -> tuple[str, dict[str, 
 
 
 async def _brokers(view: ConsoleView, _request: Request) -> tuple[str, dict[str, Any]]:
-    load, replicas = await view.load(), await answer_or_problem(view.admin.replicas())
+    load, replicas = await asyncio.gather(view.load(), answer_or_problem(view.admin.replicas()))
     problem = replicas.problem if isinstance(replicas, MetamqError) else ""
     return "brokers.html", {"load": load, "problem": problem, "replicas": {} if problem else replicas}
 
@@ -208,8 +254,9 @@ async def _groups(view: ConsoleView, _request: Request) -> tuple[str, dict[str, 
 
 async def _group(view: ConsoleView, request: Request) -> tuple[str, dict[str, Any]]:
     name = _name(request)
-    one = await within_time(view.admin.describe_group(name))
-    why = await answer_or_problem(view.admin.explain_group(name))
+    one, why = await asyncio.gather(
+        within_time(view.admin.describe_group(name)), answer_or_problem(view.admin.explain_group(name))
+    )
     return "group.html", {"one": one, "why": why.problem if isinstance(why, MetamqError) else why.text}
 
 
@@ -228,15 +275,45 @@ async def _messages(view: ConsoleView, request: Request) -> tuple[str, dict[str,
     if given["partition"] not in ("", *described.config.partition_names):
         raise PartitionNotFound(name, given["partition"], tuple(described.config.partition_names))
     found = await within_time(read_messages(view.client, described, question), READ_S)
-    return "messages.html", {"one": described, "given": given, "found": found, "is_newest": question.is_newest}
+    unread = [part for part in described.partitions if part.problem and given["partition"] in ("", part.partition)]
+    values = {"one": described, "given": given, "found": found, "is_newest": question.is_newest, "unread": unread}
+    return "messages.html", values
 
 
 async def _letters(view: ConsoleView, request: Request) -> tuple[str, dict[str, Any]]:
     group = request.query_params.get("name")
     if group is None:
-        return "letters.html", {"summaries": await within_time(letter_summaries(view.client, view.admin), READ_S)}
+        summaries, uncounted = await within_time(letter_summaries(view.client, view.admin), READ_S)
+        return "letters.html", {"summaries": summaries, "uncounted": uncounted}
     letters, is_cut = await within_time(letters_of(view.client, group), READ_S)
     return "group_letters.html", {"group": group, "letters": letters, "is_cut": is_cut}
+
+
+async def _resend(view: ConsoleView, request: Request) -> tuple[str, dict[str, Any]]:
+    """Asks whether to send dead letters again; as a POST, sends them."""
+    if request.method == "GET":
+        return "resend.html", {"group": _name(request), "id": request.query_params.get("id"), "sent": None}
+    form = await _form(request)
+    group, letter = form.get("name", ""), form.get("id")
+    selected = metamq.LetterFilter(ids=None if letter is None else [letter])
+    async with metamq.aio.DeadLetterQueue(group, **view.client) as queue:
+        sent = await within_time(queue.resend(selected), RESEND_S)
+    log.info("%s sent %d dead letters of group %r again", request.state.user or "a visitor", sent, group)
+    return "resend.html", {"group": group, "id": letter, "sent": sent}
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """Returns the fields of a form of this console. Raises HTTPException for other content."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > FORM_BYTES_MAX:
+            raise HTTPException(413, f"the form has more than {FORM_BYTES_MAX:,} bytes")
+    form = dict(parse_qsl(body.decode("ascii", "replace"), keep_blank_values=True))
+    wanted = request.app.state.rules.form_token(request.state.user)
+    if not hmac.compare_digest(form.get("token", "").encode(), wanted.encode()):
+        raise HTTPException(403, "the form is not of this console, or the console has restarted: open the page again")
+    return form
 
 
 async def _transactions(view: ConsoleView, _request: Request) -> tuple[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ ANSWER_S = 3.0
 READ_S = 10.0
 """The limit of a page that reads messages: each of its steps has its own."""
 SAMPLE_S = 1.0
-"""The least time between two samples: a page that is opened sooner shows the figures of the last one."""
+"""The least time between two samples, or two visits of the doctor: a page that is opened sooner shows the last one."""
 Answer = TypeVar("Answer")
 Doctor: TypeAlias = "Callable[[Callable[[Finding], None]], bool]"
 """Reports each finding by a call, as metamq.cli.commands.doctor.look."""
@@ -68,6 +68,7 @@ class ConsoleView:
         self._samples: list[Sample] = []
         self._pool = ThreadPoolExecutor(1, "metamq-console-doctor")
         self._visit: asyncio.Future[bool] | None = None
+        self._visit_ended_s = 0.0
         self._findings: list[Finding] = []
 
     def close(self) -> None:
@@ -86,8 +87,10 @@ class ConsoleView:
             within_time(admin.brokers()), within_time(admin.topics()), within_time(admin.groups())
         )
         live = [broker_id for broker_id, one in brokers.items() if one.live]
-        asked = await asyncio.gather(*(answer_or_problem(admin.statistics(one)) for one in live))
-        described = await asyncio.gather(*(answer_or_problem(admin.describe_group(name)) for name in groups))
+        asked, described = await asyncio.gather(
+            asyncio.gather(*(answer_or_problem(admin.statistics(one)) for one in live)),
+            asyncio.gather(*(answer_or_problem(admin.describe_group(name)) for name in groups)),
+        )
         statistics: dict[int, BrokerStatistics] = {}
         problems: dict[int, str] = {}
         for broker_id, answer in zip(live, asked, strict=True):
@@ -101,16 +104,18 @@ class ConsoleView:
         return Sample(time.monotonic(), brokers, topics, statistics, loads, problems)
 
     async def examine(self) -> Examination:
-        """Returns the doctor's findings: of a new visit, or of the one that has not ended."""
-        if self._visit is None:
+        """Returns the doctor's findings: of the visit that has not ended, or has just ended, or of a new one."""
+        if self._visit is None or (self._visit.done() and time.monotonic() - self._visit_ended_s > SAMPLE_S):
             self._findings = []
             loop = asyncio.get_running_loop()
             self._visit = loop.run_in_executor(self._pool, self._doctor, self._findings.append)
+            self._visit.add_done_callback(self._note_end)
         visit, findings = self._visit, self._findings
         await asyncio.wait([visit], timeout=ANSWER_S)
         if not visit.done():
             return Examination(list(findings), False)
-        if self._visit is visit:
-            self._visit = None
         error = visit.exception()
         return Examination(list(findings), True, "" if error is None else str(error))
+
+    def _note_end(self, _visit: asyncio.Future[bool]) -> None:
+        self._visit_ended_s = time.monotonic()

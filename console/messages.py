@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import metamq
@@ -29,6 +31,8 @@ COUNT = 50
 LETTERS_MAX = 100
 SHOWN_BYTES = 4000
 """The bytes of a value that a page shows."""
+INDENTED_CHARS_MAX = 4 * SHOWN_BYTES
+"""JSON that is longer with indentation is shown without: nesting would make it any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +69,31 @@ async def read_messages(client: dict[str, Any], described: TopicDescription, que
     wanted = {
         TopicPartition(question.topic, part.partition): part
         for part in described.partitions
-        if part.stable_offset is not None and question.partition in ("", part.partition)
+        if part.messages and question.partition in ("", part.partition)
     }
-    found: deque[Message[bytes]] = deque()
-    is_cut = False
+    if not wanted:
+        return Found([], False)
+    found: dict[str, deque[Message[bytes]]] = defaultdict(partial(deque, maxlen=question.count))
+    count, is_cut = 0, False
     consumer: Consumer[bytes] = metamq.aio.Consumer(
         **client, topics=question.topic, start="latest", auto_commit=False, idle_timeout_s=IDLE_S
     )
     async with consumer:
         ends = await _seek(consumer, wanted, question)
         try:
-            async with asyncio.timeout(READ_S), aclosing(consumer.__aiter__()) as messages:
+            async with asyncio.timeout(READ_S), contextlib.aclosing(consumer.__aiter__()) as messages:
                 async for message in messages:
                     if _take(message, ends, question):
-                        found.append(message)
+                        found[message.partition].append(message)
+                        count += 1
                     if message.offset + 1 >= ends.get(tp := TopicPartition(message.topic, message.partition), 0):
                         ends.pop(tp, None)
                         consumer.pause(tp)
-                    if not ends or (len(found) == question.count and not question.is_newest):
+                    if not ends or (count == question.count and not question.is_newest):
                         break
         except TimeoutError:
             is_cut = True
-    order = sorted(found, key=lambda one: (one.timestamp, one.partition, one.offset))
+    order = sorted(itertools.chain(*found.values()), key=lambda one: (one.timestamp, one.partition, one.offset))
     return Found(order[: -question.count - 1 : -1] if question.is_newest else order, is_cut)
 
 
@@ -102,7 +109,7 @@ async def _seek(
     ends = {}
     for tp in consumer.assignment:
         part = wanted.get(tp)
-        if part is None or not part.messages:
+        if part is None:
             consumer.pause(tp)
             continue
         assert part.start_offset is not None
@@ -110,41 +117,53 @@ async def _seek(
         ends[tp] = part.stable_offset
         place = question.place
         if isinstance(place, int):
+            if question.matches is None:
+                place = max(place, -COUNT)
             place = min(max(part.stable_offset + place if place < 0 else place, part.start_offset), part.stable_offset)
         await consumer.seek(tp, place)  # type: ignore[arg-type]
     return ends
+
+
+def plain_text(text: str) -> str:
+    """Returns text that any page can contain: with escapes for control characters and for halves of characters."""
+    return escaped(text.encode("utf-8", "backslashreplace").decode())
 
 
 def body_text(data: bytes | None) -> str:
     """Returns bytes for people: JSON on several lines, other text as it is, with escapes; and the size if it is cut."""
     if data is None:
         return "–"
-    if len(data) <= SHOWN_BYTES:
-        try:
-            document = json.loads(data)
-        except (ValueError, RecursionError):
-            return escaped(data.decode("utf-8", "backslashreplace"))
-        if isinstance(document, dict | list):
-            return escaped(json.dumps(document, indent=2, ensure_ascii=False))
-    text = escaped(data[:SHOWN_BYTES].decode("utf-8", "backslashreplace"))
-    return text if len(data) <= SHOWN_BYTES else f"{text}… ({len(data):,} bytes)"
+    text = data[:SHOWN_BYTES].decode("utf-8", "backslashreplace")
+    if len(data) > SHOWN_BYTES:
+        return f"{plain_text(text)}… ({len(data):,} bytes)"
+    with contextlib.suppress(ValueError, RecursionError):
+        document = json.loads(text)
+        lines = json.dumps(document, indent=2, ensure_ascii=False) if isinstance(document, dict | list) else text
+        if len(lines) <= INDENTED_CHARS_MAX:
+            return plain_text(lines)
+    return plain_text(text)
 
 
-async def letter_summaries(client: dict[str, Any], admin: Admin) -> list[LetterSummary]:
-    """Returns a summary for each group that has a dead-letter topic. Raises MetamqError."""
+async def letter_summaries(client: dict[str, Any], admin: Admin) -> tuple[list[LetterSummary], list[str]]:
+    """Returns a summary for each group that has a dead-letter topic, and the groups for which READ_S were too short.
+
+    Raises MetamqError.
+    """
     topics = sorted(name for name in await admin.topics() if name.endswith(DEAD_LETTER_SUFFIX))
     groups = [name.removesuffix(DEAD_LETTER_SUFFIX) for name in topics]
-    found = []
-    for group in groups:
-        async with metamq.aio.DeadLetterQueue(group, **client) as queue:
-            found.append(await queue.summary())
-    return found
+    found: list[LetterSummary] = []
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(READ_S):
+            for group in groups:
+                async with metamq.aio.DeadLetterQueue(group, **client) as queue:
+                    found.append(await queue.summary())
+    return found, groups[len(found) :]
 
 
 async def letters_of(client: dict[str, Any], group: str) -> tuple[list[DeadLetter], bool]:
     """Returns the first letters of a group, and True if there are more. Raises MetamqError."""
     found: list[DeadLetter] = []
-    async with metamq.aio.DeadLetterQueue(group, **client) as queue, aclosing(queue.letters()) as letters:
+    async with metamq.aio.DeadLetterQueue(group, **client) as queue, contextlib.aclosing(queue.letters()) as letters:
         async for letter in letters:
             if len(found) == LETTERS_MAX:
                 return found, True

@@ -19,6 +19,6 @@ compile() {
         --custom-compile-command "./dev lock" --output-file "image/$list.txt" "$@"
 }
 
-compile metamq pyproject.toml --extra local --extra security --extra lz4 --extra zstd
+compile metamq pyproject.toml --extra local --extra security --extra lz4 --extra zstd --extra console
 requirements spark | compile spark -
 echo 'setuptools>=77' | compile build -

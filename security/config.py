@@ -123,6 +123,15 @@ class DelegatedConfig(SecurityConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class PasswordConfig(SecurityConfig):
+    """The security settings of a client whose password is in no file, because a person has typed it."""
+
+    name: str = ""
+    """The user; `user` is for a password in a file."""
+    password: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class TlsFiles:
     """Paths of PEM files; empty: none."""
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from metamq.errors import ConfigError
 from metamq.security.bearer import TokenLogin, TokenVerifier
-from metamq.security.config import BROKERS, RESERVED, DelegatedConfig
+from metamq.security.config import BROKERS, RESERVED, DelegatedConfig, PasswordConfig
 from metamq.security.login import TOKEN_PREFIX, ClientLogin, ServerIdentity, check_library, read_secret, server_identity
 from metamq.security.names import check_name
 
@@ -97,6 +97,7 @@ class ClientSecurity(NamedTuple):
     password_file: str
     token_file: str = ""
     delegated: DelegatedConfig | None = None
+    typed: PasswordConfig | None = None
 
     def login(self, address: str, tls: ssl.SSLObject | ssl.SSLSocket) -> ClientLogin | TokenLogin | None:
         """Returns a login on this connection, or None without a user. Each login reads the file again.
@@ -109,7 +110,8 @@ class ClientSecurity(NamedTuple):
             return TokenLogin(address, read_secret(self.token_file, "token"))
         if not self.user:
             return None
-        return ClientLogin(address, self.user, read_secret(self.password_file, "password"), tls)
+        password = self.typed.password if self.typed is not None else read_secret(self.password_file, "password")
+        return ClientLogin(address, self.user, password, tls)
 
 
 class Security(NamedTuple):
@@ -134,11 +136,13 @@ def client_security(config: SecurityConfig) -> Security:
         return Security(brokers, fixed if config.zookeeper_tls else None)
     if not config.is_on:
         return OFF
-    if config.user:
+    typed = config if isinstance(config, PasswordConfig) else None
+    user = typed.name if typed is not None else config.user
+    if user:
         check_library()
     files = config.files()
     tls = FreshContext(files, client_context)
-    brokers = ClientSecurity(tls, config.user, config.password_file, config.token_file)
+    brokers = ClientSecurity(tls, user, config.password_file, config.token_file, typed=typed)
     return Security(brokers, tls if config.zookeeper_tls else None, bool(files.certificate))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import logging
 import socket
 import ssl
@@ -167,6 +168,18 @@ class _Server(ThreadingMixIn, WSGIServer):
         log.debug("http: a request of %s", client_address, exc_info=True)
 
 
+def first_page(console_url: str) -> str:
+    """Returns the page `/` as HTML, with a link to the console, or the command that starts it."""
+    address = html.escape(console_url)
+    console = f'<a href="{address}">{address}</a>' if console_url else "run <code>metamq console</code>"
+    links = " ".join(f'<a href="/{name}">/{name}</a>' for name in ("metrics", "healthz", "readyz"))
+    title = "A metamq broker"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>'
+        f"<p>The console shows the cluster: {console}</p><p>This port has {links}</p></html>\n"
+    )
+
+
 class StatusServer:
     """The HTTP port of a broker, from its construction on. Raises ConfigError if the port is taken, TooManyThreads."""
 
@@ -176,6 +189,7 @@ class StatusServer:
         registry = CollectorRegistry()
         registry.register(BrokerCollector(broker))
         self._metrics = make_wsgi_app(registry)
+        self._first_page = first_page(broker.config.console_url)
         host, port = broker.config.http_host or broker.config.host, broker.config.http_port
         try:
             self._server = make_server(host, port, self._respond, _Server, _QuietHandler)
@@ -202,10 +216,13 @@ class StatusServer:
         if path == "/metrics":
             metrics: Iterable[bytes] = self._metrics(environ, start_response)
             return metrics
+        if path == "/":
+            start_response("200 OK", [("Content-Type", "text/html; charset=utf-8")])
+            return [self._first_page.encode()]
         checks = {"/healthz": self._broker.health, "/readyz": self._broker.readiness}
         if path not in checks:
             start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"/metrics, /healthz and /readyz are here. `metamq console` shows pages.\n"]
+            return [b"/metrics, /healthz and /readyz are here.\n"]
         good, reason = checks[path]()
         start_response("200 OK" if good else "503 Service Unavailable", [("Content-Type", "text/plain")])
         return [f"{reason}\n".encode()]

@@ -121,12 +121,15 @@ def _print(finding: Finding) -> None:
         print_line(f"{' ' * INDENT}{finding.hint}")
 
 
-def look(settings: Globals, report: Callable[[Finding], None]) -> bool:
-    """Reports all findings; returns False if ZooKeeper is not reachable: then nothing else is known."""
+def look(settings: Globals, report: Callable[[Finding], None], access: ClusterAccess | None = None) -> bool:
+    """Reports all findings; returns False if ZooKeeper is not reachable: then nothing else is known.
+
+    `access` replaces that of the settings.
+    """
     for finding in _local():
         report(finding)
     try:
-        access = settings.access()
+        access = access or settings.access()
         hosts, _chroot = parse_servers(access.zookeeper)
         for section, kind in SECTIONS.items():
             load(kind, section, file=settings.config_file, arguments={})

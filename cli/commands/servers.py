@@ -52,6 +52,7 @@ _SETTINGS = (
      "Port of /metrics, /healthz, /readyz; 0 takes a free port, -1 none.  [8120]"),
     ("--http-host", "http_host", str, "Address of that port.  [the host]"),
     ("--http-tls", "http_tls", bool, "TLS on that port; /metrics then needs a certificate with a right.  [false]"),
+    ("--console-url", "console_url", str, "Address of `metamq console`, for the link on the page `/` of that port."),
     ("--session-timeout", "session_timeout_ms", DURATION,
      "ZooKeeper session time-out: a crashed broker stays registered for this time.  [10s]"),
     ("--disk-reserve", "disk_reserve_bytes", SIZE, "Refuse writes below this free disk space.  [256MiB]"),

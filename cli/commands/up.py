@@ -29,7 +29,7 @@ from metamq.cli.context import current
 from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars, is_alive
 from metamq.cli.show.output import TEXT_OR_JSON, count, print_json_line, say
 from metamq.cli.up_console import PORT as CONSOLE_PORT
-from metamq.cli.up_console import console_of
+from metamq.cli.up_console import choose_port, console_of, url_of
 from metamq.cli.up_replicas import BROKER_ID, ReplicaPlace, Replicas
 from metamq.client.settings import load, security_config
 from metamq.errors import ConfigError
@@ -106,8 +106,8 @@ def up(
     number, address, ports and data folder.
 
     With --secure, ZooKeeper and the broker speak only TLS. The command prints `export` lines with the certificate
-    that clients use. A folder that was secure once stays secure. The console then needs --console-port: every user of
-    this machine could read its pages.
+    that clients use. A folder that was secure once stays secure. The console then asks for the name and password of
+    a user of the cluster: `metamq user add NAME`, and `metamq acl allow NAME describe cluster`.
 
     \b
     metamq up
@@ -120,6 +120,7 @@ def up(
     if current().zookeeper:
         raise click.UsageError("`metamq up` starts a ZooKeeper of its own: use `metamq broker` with --zookeeper")
     restrict_process()
+    port_of_console = choose_port(console_port)
     # A wrong setting raises before anything starts.
     settings = load(BrokerConfig, "broker", file=current().config, arguments={})
     with StopSignals() as signals:
@@ -131,9 +132,22 @@ def up(
                 _security(folder, secure),
                 _zookeeper(folder, ephemeral, port, zookeeper_memory_bytes, signals) as server,
                 _replicas(
-                    server.address, settings, folder, slaves, (broker_port, http_port), lock, signals
+                    server.address,
+                    settings,
+                    folder,
+                    slaves,
+                    (broker_port, http_port),
+                    url_of(port_of_console),
+                    lock,
+                    signals,
                 ) as replicas,
-                console_of(server.address, _console_port(console_port), folder / "console.log", signals) as console,
+                console_of(
+                    server.address,
+                    port_of_console,
+                    folder / "console.log",
+                    signals,
+                    secure=bool(os.environ.get(VARIABLES[0])),
+                ) as console,
             ):
                 _print_addresses(server.address, replicas, console, folder, ephemeral, output)
                 while not signals.wait(POLL_S):
@@ -145,11 +159,6 @@ def up(
         except Stopped:
             say("Stopping.")
     return 0
-
-
-def _console_port(given: int | None) -> int | None:
-    """Returns the port; -1 in a secure cluster, unless it is given: the console has no login, and our certificate."""
-    return -1 if given is None and os.environ.get(VARIABLES[0]) else given
 
 
 def _print_addresses(
@@ -282,11 +291,13 @@ def _replicas(
     folder: Path,
     slaves: int,
     ports: tuple[int | None, int | None],
+    console_url: str,
     lock: int,
     signals: StopSignals,
 ) -> Iterator[Replicas]:
     given = current()
-    replicas = Replicas(zookeeper, given.access(implicit=False).root, given.config, is_auto=not settings.failover)
+    root, is_auto = given.access(implicit=False).root, not settings.failover
+    replicas = Replicas(zookeeper, root, given.config, settings.console_url or console_url, is_auto=is_auto)
     try:
         replicas.start(_places(folder, slaves, *ports), folder, lock)
         replicas.wait_ready(signals.check)

@@ -502,7 +502,7 @@ def test_metrics_and_pages(parts: Cluster) -> None:
     assert http_get(port, "/healthz")[0] == 200
     code, text = http_get(port, "/readyz")
     assert (code, text.startswith("epoch ")) == (200, True)
-    assert http_get(port, "/other") == (404, "/metrics, /healthz and /readyz are here. `metamq console` shows pages.\n")
+    assert http_get(port, "/other") == (404, "/metrics, /healthz and /readyz are here.\n")
 
 
 @pytest.mark.parametrize("alarm", [False, pytest.param(True, marks=pytest.mark.long)])

@@ -8,6 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -145,7 +147,9 @@ def test_up_is_secure_and_stays_so(process: Callable[..., subprocess.Popen[bytes
         assert child.stdout is not None
         told = json.loads(child.stdout.readline())
         address = told["zookeeper"]
-        assert told["console"] is None, "its pages have no login"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(told["console"], timeout=SLOW_S)
+        assert refused.value.code == 401
         security = SecurityConfig(dir=str(tmp_path / "security"), role="admin")
         with Producer(address, security=security) as producer:
             assert producer is not None

@@ -120,3 +120,16 @@ def test_a_narrow_screen_scrolls_tables_only(shown: Running, browser: Any) -> No
         page.goto(shown.url + path[1:])
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, path
     page.close()
+
+
+def test_a_dead_letter_is_sent_again_by_keyboard(shown: Running, browser: Any) -> None:
+    with console(shown.cluster, "--allow-changes") as changing:
+        page = browser.new_page()
+        page.goto(f"{changing.url}letters?name=failing")
+        for words in ("Send all again", "Send again"):
+            wanted = page.get_by_text(words, exact=True).first
+            wanted.focus()
+            with page.expect_navigation():
+                page.keyboard.press("Enter")
+        assert page.get_by_role("status").inner_text() == "1 letter was sent again."
+        page.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -10,21 +11,29 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import unescape
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote, urlsplit
 
 import pytest
+from starlette.testclient import TestClient
 
+from metamq.cli.show.replica_view import Finding
+from metamq.client.settings import ClusterAccess
+from metamq.console import app, console_view
+from metamq.console.visitors import Visitors
 from metamq.testing import Cluster
 from metamq.tx import XAResource
 from metamq.wire.xa import Xid
 from tests.cli.conftest import COMMAND, LIMIT_S, unset
 from tests.one_zookeeper import cluster
+from tests.parts import SLOW_S
 
 PAGES = (
     "/", "/brokers", "/topics", "/topic?name=orders", "/messages?name=orders&from=-10", "/groups", "/group?name=etl",
@@ -50,21 +59,21 @@ class Running:
     cluster: Cluster
     url: str
 
-    def ask(self, path: str, method: str = "GET", **headers: str) -> Answer:
+    def ask(self, path: str, method: str = "GET", body: str | None = None, **headers: str) -> Answer:
         with contextlib.closing(http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=LIMIT_S)) as connection:
-            connection.request(method, path, headers=headers)
+            connection.request(method, path, body, headers=headers)
             response = connection.getresponse()
             names = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, names, response.read().decode())
 
 
 @contextlib.contextmanager
-def console(running: Cluster) -> Iterator[Running]:
+def console(running: Cluster, *options: str, **environment: str) -> Iterator[Running]:
     """Starts the command; ends it with SIGTERM, which is no failure."""
     process = subprocess.Popen(
-        [*COMMAND, "console", "--port", "0", "-o", "json"],
+        [*COMMAND, "console", "--port", "0", "-o", "json", *options],
         stdout=subprocess.PIPE,
-        env={**unset(os.environ), "METAMQ_ZOOKEEPER": running.zookeeper},
+        env={**unset(os.environ), "METAMQ_ZOOKEEPER": running.zookeeper, **environment},
     )
     try:
         assert process.stdout is not None
@@ -173,6 +182,29 @@ def test_messages_of_other_people_are_text(running: Running, log: str) -> None:
     assert "&#34;nested&#34;: {\n" in body
 
 
+def test_any_value_can_be_shown(running: Running) -> None:
+    running.cluster.create_topic("odd-values", 1)
+    values = [rb'{"half": "\ud83d"}', b"[" * 1100 + b"]" * 1100, *[b"[" * 450 + b"0" * 3000 + b"]" * 450] * 50]
+    with running.cluster.producer() as producer:
+        for value in values:
+            producer.send("odd-values", value).result(60)
+    page = running.ask("/messages?name=odd-values&from=earliest")
+    assert page.status == 200
+    assert "\\ud83d" in page.body
+    assert len(page.body) < 10 * sum(map(len, values))
+
+
+def test_the_newest_of_many(running: Running) -> None:
+    running.cluster.create_topic("many", 2)
+    with running.cluster.producer() as producer:
+        producer.send_many("many", [b'{"n":%d}' % number for number in range(2000)]).result(60)
+    for query in ("from=-1000000", "from=-1000000&where=.n>=0"):
+        page = running.ask(f"/messages?name=many&{query}").body
+        shown = [int(one) for one in re.findall(r'"n": (\d+)', unescape(page))]
+        assert len(shown) == 50
+        assert min(shown) >= 1900
+
+
 @pytest.mark.parametrize(
     ("query", "status", "words"),
     [
@@ -225,6 +257,7 @@ def test_an_open_transaction_has_its_next_step(running: Running) -> None:
 def test_the_console_changes_nothing(running: Running, page: str) -> None:
     for method in ("POST", "PUT", "DELETE"):
         assert running.ask(page, method).status == 405
+    assert running.ask("/resend", "POST", "name=failing").status == 404
 
 
 @pytest.mark.parametrize("host", ["attacker.example", "attacker.example:80", "127.0.0.1.attacker.example", ""])
@@ -248,6 +281,7 @@ def test_a_wrong_address_says_so(running: Running) -> None:
     assert running.ask("/group").status == 400
     assert running.ask("/nowhere").status == 404
     assert running.ask("/static/../app.py").status == 404
+    assert 'href="//' not in running.ask("//evil.example/x").body
 
 
 def test_a_frozen_broker_is_shown_and_other_pages_work() -> None:
@@ -279,3 +313,46 @@ def test_without_the_extra_the_next_step_is_printed(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "pip install 'metamq[console]'" in done.stderr
+
+
+def test_a_fault_of_a_page_is_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_any: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(app, "_topics", fail)
+    visitors = Visitors(ClusterAccess("127.0.0.1:1"), None, lambda _access: lambda _report: True, with_login=True)
+    monkeypatch.setattr(visitors, "visit", fail)
+    client = TestClient(app.make_app(visitors, app.ConsoleRules()), "http://127.0.0.1", raise_server_exceptions=False)
+    with client:
+        answer = client.get("/topics")
+    assert answer.status_code == 500
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "failed to make this page" in answer.text
+
+
+def test_the_doctor_looks_again_after_a_visit_that_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_view, "ANSWER_S", 0.05)
+    monkeypatch.setattr(console_view, "SAMPLE_S", 0.2)
+    visits, is_slow = count(1), threading.Event()
+
+    def look(report: Callable[[Finding], None]) -> bool:
+        report(Finding("visit", "ok", str(next(visits))))
+        return is_slow.wait(SLOW_S)
+
+    async def use() -> None:
+        view = console_view.ConsoleView(cast("Any", None), {}, look)
+        found = await view.examine()
+        assert (found.is_done, [one.detail for one in found.findings]) == (False, ["1"])
+        is_slow.set()
+        await until_done(view, "1")
+        await asyncio.sleep(0.3)
+        await until_done(view, "2")
+        view.close()
+
+    async def until_done(view: console_view.ConsoleView, expected: str) -> None:
+        async with asyncio.timeout(SLOW_S):
+            while not (found := await view.examine()).is_done:
+                pass
+        assert [one.detail for one in found.findings] == [expected]
+
+    asyncio.run(use())

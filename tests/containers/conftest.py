@@ -38,7 +38,7 @@ REPLICAS = {"broker-0": (0, 0), "broker-0-slave": (0, 1), "broker-1": (1, 0), "b
 """Broker id and number of what docker-compose.yml starts."""
 ZOOKEEPERS = ("zookeeper", "zookeeper-2", "zookeeper-3")
 """What the profile `ensemble` starts, on this port and the next two."""
-PORTS = (*range(ZOOKEEPER_PORT, ZOOKEEPER_PORT + len(ZOOKEEPERS)), 8120, 8123, 8130, 8133, 8140, 8143, 8150, 8153)
+PORTS = (*range(ZOOKEEPER_PORT, ZOOKEEPER_PORT + len(ZOOKEEPERS)), 8120, 8123, 8130, 8133, 8140, 8143, 8150, 8153, 8180)
 
 
 def _cannot_run(request: pytest.FixtureRequest, reason: str) -> NoReturn:
@@ -144,7 +144,8 @@ class Composition:
         self.zookeeper = ",".join(f"{self.address}:{port}" for port in ports)
         self._command = [*compose_command, "-p", self.project, "-f", str(ROOT / "docker-compose.yml")]
         self._settings = {"METAMQ_IMAGE": self.image}
-        self._settings |= dict.fromkeys(("METAMQ_PUBLISH", "METAMQ_PUBLISH_METRICS", "METAMQ_ADVERTISE"), self.address)
+        published = ("METAMQ_PUBLISH", "METAMQ_PUBLISH_METRICS", "METAMQ_PUBLISH_CONSOLE", "METAMQ_ADVERTISE")
+        self._settings |= dict.fromkeys(published, self.address)
         if with_ensemble:
             self._command += ["--profile", "ensemble"]
             self._settings |= {"METAMQ_ENSEMBLE": ",".join(ZOOKEEPERS), "METAMQ_CERTIFICATES": ""}

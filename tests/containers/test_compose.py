@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
+import urllib.error
+import urllib.request
+from base64 import b64encode
 from typing import Any, cast
 
 import pytest
@@ -70,7 +75,30 @@ def test_a_container_has_only_the_certificates_that_it_needs(composition: Compos
         found = set(container.exec_run(["ls", "/etc/metamq/security"]).output.decode().split())
         assert found == {"ca.crt", "revoked.crl", f"{name}.crt", f"{name}.key"}
     assert "brokers" in composition.compose("run", "--rm", "-T", "admin", "security", "list").decode()
-    assert "greetings" in composition.compose("run", "--rm", "-T", "admin", "topic", "list").decode()
+    assert composition.compose("run", "--rm", "-T", "admin", "topic", "list").decode().startswith("TOPIC")
+
+
+def test_the_console_shows_the_cluster_to_a_user_with_a_password(composition: Composition) -> None:
+    with composition.admin() as admin:
+        admin.set_user("anna", "a password")
+        admin.add_rules("allow", "anna", "describe", "cluster")
+    status = f"http://{composition.address}:8120/"
+    with urllib.request.urlopen(status, timeout=60) as page:
+        (console,) = re.findall(r'href="(http://[^"]+)"', page.read().decode())
+    wait_until(lambda: composition.check_health("console"), what="the console")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{console}brokers", timeout=60)
+    login = {"Authorization": f"Basic {b64encode(b'anna:a password').decode()}"}
+
+    def shown() -> str:
+        with (
+            contextlib.suppress(urllib.error.HTTPError),  # until the broker knows the user
+            urllib.request.urlopen(urllib.request.Request(f"{console}brokers", headers=login), timeout=60) as page,
+        ):
+            return str(page.read().decode())
+        return ""
+
+    wait_until(lambda: "master" in shown(), what="the user and its rule at the brokers")
 
 
 def test_the_health_check_follows_the_broker(composition: Composition) -> None:
@@ -85,7 +113,7 @@ def test_the_health_check_follows_the_broker(composition: Composition) -> None:
 
 
 def test_a_container_has_no_rights_and_writes_to_its_volume_only(composition: Composition) -> None:
-    for service in ("zookeeper", "broker-0", "broker-0-slave"):
+    for service in ("zookeeper", "broker-0", "broker-0-slave", "console"):
         settings = composition.container(service).attrs["HostConfig"]
         assert (settings["ReadonlyRootfs"], settings["CapDrop"]) == (True, ["ALL"])
         assert settings["SecurityOpt"] == ["no-new-privileges:true"]
