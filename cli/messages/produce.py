@@ -157,7 +157,7 @@ def produce(
                 sender.send_all(file or sys.stdin.buffer, interrupt)
             sender.finish()
         except KeyboardInterrupt:
-            with contextlib.suppress(MetamqError, ExceptionGroup):
+            with contextlib.suppress(MetamqError):
                 producer.close(timeout=0)
             say(sender.given_up())
             raise
@@ -361,8 +361,7 @@ class InputSender:
         while True:
             waiting = self._waiting()
             try:
-                with contextlib.suppress(ExceptionGroup):  # the deliveries have the same errors, in order
-                    self.producer.flush(timeout=QUIET_S)
+                self.producer.flush(timeout=QUIET_S)
                 return
             except Timeout as error:
                 if not reported and self._waiting() == waiting:

@@ -77,7 +77,7 @@ class BaseProducer(OpenedLater, ProducerApi[T]):
         return ManyDelivery(self._core, parts)
 
     async def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
-        """Waits until all accepted messages are stored. Raises an ExceptionGroup of the failures, or Timeout.
+        """Waits until all accepted messages are stored. Raises the first failure, or Timeout.
 
         `timeout` is in seconds; None waits without limit.
         """

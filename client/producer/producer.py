@@ -107,7 +107,7 @@ class BaseProducer(ProducerApi[T]):
     def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Waits until all accepted messages are stored. Thread-safe.
 
-        Raises an ExceptionGroup of the failures since the last flush, or Timeout after `timeout` seconds. Raises
+        Raises the first failure since the last flush, with notes of others, or Timeout after `timeout` seconds. Raises
         ConfigError in a signal handler that interrupts a send(): the wait would never end. close() and
         Delivery.result() do the same.
         """
@@ -187,5 +187,4 @@ def _flush_unclosed() -> None:
 
 
 def _reasons(error: Exception) -> str:
-    errors = error.exceptions if isinstance(error, ExceptionGroup) else [error]
-    return "; ".join(dict.fromkeys(map(str, errors)))
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])

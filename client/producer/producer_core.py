@@ -271,7 +271,8 @@ class ProducerCore:
     async def flush(self, timeout_s: float | None) -> None:
         """Waits until all messages that were accepted before are stored or have failed.
 
-        Raises Timeout, or an ExceptionGroup of the failures since the last flush that no Delivery has reported.
+        Raises Timeout, or the first failure since the last flush that no Delivery has reported. Its notes name other
+        failures.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -284,7 +285,11 @@ class ProducerCore:
         failed, self._failures = self._failures, []
         errors = [batch.error for batch in failed if batch.error is not None and not batch.seen]
         if errors:
-            raise ExceptionGroup("messages that were not stored since the last flush", errors)
+            first = errors[0]
+            for text in dict.fromkeys(map(str, errors[1:])):
+                if text != str(first):
+                    first.add_note(f"Also not stored: {text}")
+            raise first
 
     def _outstanding(self) -> list[OutgoingBatch]:
         with self.accumulator.lock:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,6 +254,13 @@ def test_misuse(resources: Resources, topic: str, tmp_path: Path) -> None:
     coordinator.close()
     with pytest.raises(ClosedError), coordinator.begin():
         pass
+
+
+def test_another_thread_cannot_bring_in_the_queue(resources: Resources, tmp_path: Path) -> None:
+    with Coordinator(tmp_path, resources()) as coordinator, coordinator.begin() as tx, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(BranchMisuse, match="another thread"):
+            pool.submit(lambda: tx["queue"]).result()
+        assert pool.submit(lambda: tx["a"]).result() is tx["a"]
 
 
 def test_what_cannot_be_prepared_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +15,12 @@ import pytest
 
 import metamq.tx.aio
 from metamq import Producer, aio
-from metamq.errors import ClosedError, ConfigError, OutcomeUnknown, StorageError
+from metamq.errors import BranchMisuse, ClosedError, ConfigError, OutcomeUnknown, StorageError
 from metamq.tx import Coordinator, Settled
+from metamq.tx.database import aio_coordinator
 from metamq.tx.database.coordinator_core import Part
 from metamq.tx.database.decision_log import DecisionLog
-from tests.parts import wait_until
+from tests.parts import SLOW_S, wait_until
 from tests.tx.coordinated import aio_work as work
 from tests.tx.two_databases import Databases, holds
 
@@ -220,3 +223,115 @@ def test_misuse(shop: Shop, opened: Opens, tmp_path: Path) -> None:
     asyncio.run(scenario())
     with Producer(shop.cluster.zookeeper) as blocking, pytest.raises(ConfigError, match="would block the loop"):
         metamq.tx.aio.Coordinator(tmp_path, {"queue": blocking})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_another_task_cannot_bring_in_the_queue(
+    shop: Shop, databases: Databases, opened: Opens, topic: str, is_gathered: bool
+) -> None:
+    """A Producer would send this task's messages outside of the transaction."""
+
+    async def scenario() -> None:
+        async with opened() as coordinator, coordinator.begin() as tx:
+            if is_gathered:
+                await asyncio.gather(tx["a"], tx["queue"])
+            else:
+                await asyncio.create_task(tx["queue"])  # as asyncio.wait_for before Python 3.12
+
+    with pytest.raises(BranchMisuse, match="another task"):
+        asyncio.run(scenario())
+    assert (databases.rows("a"), shop.seen(topic)) == ([], [])
+
+
+def test_tasks_that_bring_in_one_database_share_its_connection(databases: Databases, opened: Opens) -> None:
+    async def scenario() -> None:
+        async with opened() as coordinator, coordinator.begin() as tx:
+            first, second = await asyncio.gather(tx["a"], tx["a"])
+            assert first is second
+            await first.execute("INSERT INTO orders VALUES ('x')")
+
+    asyncio.run(scenario())
+    assert databases.rows("a") == ["x"]
+
+
+class Slow:
+    """A connection whose calls wait for `answers`, and whose commit fails once."""
+
+    def __init__(self, answers: asyncio.Event) -> None:
+        self.answers = answers
+        self.fails = True
+
+    def xid(self, *parts: Any) -> Any:
+        return parts
+
+    async def tpc_begin(self, _xid: Any) -> None: ...
+
+    async def tpc_prepare(self) -> None: ...
+
+    async def tpc_rollback(self, _xid: Any = None) -> None: ...
+
+    async def tpc_commit(self, _xid: Any = None) -> None:
+        if self.fails:
+            raise OSError("down")
+
+    async def tpc_recover(self) -> list[Any]:
+        await self.answers.wait()
+        return []
+
+
+def test_a_recovery_that_is_cancelled_is_made_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        answers = asyncio.Event()
+        answers.set()
+        resources = {"a": Slow(answers), "b": Slow(answers)}
+        async with metamq.tx.aio.Coordinator(tmp_path, resources, recover_every_s=0.05) as coordinator:
+            answers.clear()
+            async with coordinator.begin() as tx:
+                await tx["a"]
+                await tx["b"]
+            assert coordinator._log.open
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(coordinator.recover(), 0.2)
+            answers.set()
+            async with asyncio.timeout(SLOW_S):
+                while coordinator._log.open:  # noqa: ASYNC110 - the state is of another task
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_open_or_close_frees_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        answers, may_open = asyncio.Event(), threading.Event()
+        resources = {"a": Slow(answers)}
+
+        def opens(folder: Path) -> DecisionLog:
+            may_open.wait(SLOW_S)
+            return DecisionLog(folder)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(aio_coordinator, "DecisionLog", opens)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(metamq.tx.aio.Coordinator(tmp_path, resources).open(), 0.1)
+        may_open.set()
+        answers.set()
+        coordinator = await until_free(tmp_path, resources)
+        answers.clear()
+        recovering = asyncio.create_task(coordinator.recover())
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(coordinator.close(), 0.1)
+        answers.set()
+        with contextlib.suppress(ClosedError):
+            await recovering
+        await coordinator.close()
+        await (await metamq.tx.aio.Coordinator(tmp_path, resources).open()).close()
+
+    async def until_free(folder: Path, resources: dict[str, Any]) -> metamq.tx.aio.Coordinator:
+        async with asyncio.timeout(SLOW_S):
+            while True:
+                with contextlib.suppress(ConfigError):
+                    return await metamq.tx.aio.Coordinator(folder, resources).open()
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())

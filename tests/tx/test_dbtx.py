@@ -8,13 +8,14 @@ import logging
 import sqlite3
 import threading
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
-from metamq import Producer
+from metamq import Producer, Topic
 from metamq.client.background import at_once
 from metamq.client.offsets.connections import database_of
 from metamq.errors import BranchMisuse, ClosedError, ConfigError, MessageTooLarge, MetamqError, TopicNotFound, WrongType
@@ -67,6 +68,21 @@ def test_neither_happens_when_the_block_fails(
     assert rows(database) == messages(running, topic) == []
     with pytest.raises(BranchMisuse):
         tx.send(topic, b"late")
+
+
+@dataclass
+class Order:
+    number: int
+
+
+def test_a_typed_topic(running: Cluster, topic: str, producer: Producer[bytes], database: Any) -> None:
+    typed = Topic(topic, Order)
+    with dbtx(database, producer) as tx:
+        tx.send(typed, Order(1))
+        tx.send_many(typed, [Order(2), Order(3)])
+    with pytest.raises(WrongType), dbtx(database, producer) as tx:
+        tx.send(typed, b"{}")
+    assert messages(running, topic) == [b'{"number":1}', b'{"number":2}', b'{"number":3}']
 
 
 def test_a_database_that_refuses_takes_the_messages_with_it(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import asyncpg
 import psycopg
 import pytest
 
-from metamq import aio
+from metamq import Topic, aio
 from metamq.client.offsets.connections import database_of
 from metamq.errors import BranchMisuse, ConfigError, MessageTooLarge, WrongType
 from metamq.testing import Cluster
@@ -57,6 +59,11 @@ async def insert(connection: Any, text: str) -> None:
     await connection.execute(f"INSERT INTO orders VALUES ({blob})")
 
 
+@dataclass
+class Order:
+    number: int
+
+
 def rows(database: AioDatabase) -> list[bytes]:
     return sorted(map(bytes, database.one("SELECT body FROM orders")))
 
@@ -80,6 +87,39 @@ def test_both_happen(running: Cluster, topic: str, database: AioDatabase) -> Non
     asyncio.run(scenario())
     assert rows(database) == [*(b"%d" % number for number in range(5)), b"many"]
     assert messages(running, topic) == [*(b"%d" % number for number in range(5)), *[b"a"] * 10, *[b"b"] * 10]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("is_task", [False, True])
+def test_a_send_that_is_not_awaited_takes_the_rows_back(
+    running: Cluster, topic: str, database: AioDatabase, is_task: bool
+) -> None:
+    async def scenario() -> None:
+        async with opened(running, database) as (connection, producer):
+            with pytest.raises(BranchMisuse, match="was not awaited"):  # noqa: PT012
+                async with dbtx(connection, producer) as tx:
+                    await insert(connection, "1")
+                    sending = tx.send(topic, b"1")
+                    left = [asyncio.create_task(sending)] if is_task else []
+            with contextlib.suppress(BranchMisuse):
+                await asyncio.gather(*left)
+
+    asyncio.run(scenario())
+    assert (rows(database), messages(running, topic)) == ([], [])
+
+
+def test_a_typed_topic(running: Cluster, topic: str, database: AioDatabase) -> None:
+    async def scenario() -> None:
+        async with opened(running, database) as (connection, producer):
+            async with dbtx(connection, producer) as tx:
+                await tx.send(Topic(topic, Order), Order(1))
+                await tx.send_many(Topic(topic, Order), [Order(2), Order(3)])
+            with pytest.raises(WrongType):
+                async with dbtx(connection, producer) as tx:
+                    await tx.send(Topic(topic, Order), b"{}")
+
+    asyncio.run(scenario())
+    assert messages(running, topic) == [b'{"number":1}', b'{"number":2}', b'{"number":3}']
 
 
 def test_neither_happens_when_the_block_fails(running: Cluster, topic: str, database: AioDatabase) -> None:

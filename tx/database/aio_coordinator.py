@@ -30,8 +30,16 @@ class CoordinatedTransaction(BaseTransaction):
     cancelled: asyncio.CancelledError | None = None
     """The cancellation that came while the decision was written."""
 
+    def __init__(self, coordinator: Coordinator, gtrid: str) -> None:
+        super().__init__(coordinator, gtrid)
+        self._joining = asyncio.Lock()
+
     def __getitem__(self, name: str) -> Awaitable[Any]:
-        return self._joined(name)
+        return self._one_by_one(name)
+
+    async def _one_by_one(self, name: str) -> Any:
+        async with self._joining:
+            return await self._joined(name)
 
 
 class Coordinator(BaseCoordinator):
@@ -52,6 +60,10 @@ class Coordinator(BaseCoordinator):
     """
 
     _is_asyncio = True
+    _other_worker = (
+        "the block is in another task; the messages of this one would not be part of it. "
+        "asyncio.gather and wait_for start tasks: await in the block itself, for a time-out in asyncio.timeout()"
+    )
 
     def __init__(
         self,
@@ -71,7 +83,12 @@ class Coordinator(BaseCoordinator):
         """Opens the log, and ends the transactions that former processes left; `async with` does it. Raises ConfigError
         while another process uses the folder, and CorruptData if the log is damaged."""
         super()._check_open()
-        self._log = await asyncio.to_thread(DecisionLog, self._folder)
+        opening = asyncio.get_running_loop().run_in_executor(None, DecisionLog, self._folder)
+        try:
+            self._log = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_late)
+            raise
         self._is_opened = True
         try:
             await self.recover()
@@ -96,6 +113,9 @@ class Coordinator(BaseCoordinator):
         await self._end(tx, None)
         if tx.cancelled is not None:
             raise tx.cancelled
+
+    def _worker(self) -> object:
+        return asyncio.current_task()
 
     async def _write_decision(self, tx: BaseTransaction, names: tuple[str, ...]) -> None:
         """Waits also if the task is cancelled: the outcome must be known."""
@@ -136,9 +156,8 @@ class Coordinator(BaseCoordinator):
             raise ClosedError("Coordinator", "it was never opened", hint="Use `async with`.")
 
     async def close(self) -> None:
-        """Ends recovery and releases the folder; a second call does nothing. The caller closes the resources."""
-        if self._closed.is_set():
-            return
+        """Ends recovery and releases the folder. A second call does nothing, or continues one that was cancelled. The
+        caller closes the resources."""
         self._closed.set()
         if self._task is not None:
             self._task.cancel()
@@ -152,3 +171,9 @@ class Coordinator(BaseCoordinator):
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+
+def _close_late(opening: asyncio.Future[DecisionLog]) -> None:
+    """Releases the folder if it is opened after the cancellation of open()."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()

@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Any, Self
 from metamq.client.checks import wrong_type
 from metamq.client.offsets.connections import AnyConnection, database_of
 from metamq.client.producer.aio_producer import BaseProducer
-from metamq.tx.database.dbtx import DatabaseBlock
+from metamq.errors import BranchMisuse
+from metamq.tx.database.dbtx import DatabaseBlock, encoded
 from metamq.tx.database.outcomes import DEFAULT_TABLE, OutcomeTable
+from metamq.wire.xa import XACode
 
 if TYPE_CHECKING:
+    from metamq.client.schemas.topic import Topic
     from metamq.client.typevars import T
+
+
+_FORGOTTEN = "a send() of the block was not awaited: rows and messages are rolled back"
 
 
 class dbtx(DatabaseBlock):
@@ -48,6 +54,8 @@ class dbtx(DatabaseBlock):
             raise wrong_type("`producer`", "a metamq.aio.Producer", producer)
         super().__init__(database, producer, table, timeout_s)
         self._one_call = asyncio.Lock()
+        self._sends_left = 0
+        """Calls of send() that have not ended: the end of the block refuses to commit without their messages."""
 
     async def _at_brokers(self, work: Coroutine[Any, Any, T]) -> T:
         return await work
@@ -57,35 +65,45 @@ class dbtx(DatabaseBlock):
         await self._enter()
         return self
 
-    async def send(
+    def send(
         self,
-        topic: str,
-        value: bytes,
+        topic: str | Topic[Any],
+        value: Any,
         *,
         key: bytes | str | None = None,
         headers: Mapping[str, bytes] | None = None,
         partition: str | None = None,
         timestamp: datetime | int | None = None,
-    ) -> None:
-        """Sends a message with the transaction. Raises the errors of Producer.send, and that of a broker that
-        refuses it."""
-        message = self._producer._message(value, key, headers, partition, timestamp)
-        async with self._one_call:
-            await self._working().send_many(topic, [message])
+    ) -> Coroutine[Any, Any, None]:
+        """Sends a message with the transaction when it is awaited: bytes, or what a Topic encodes. Raises the errors of
+        Producer.send, and that of a broker that refuses it."""
+        topic, (value,) = encoded(topic, [value])
+        return self._sending(topic, [self._producer._message(value, key, headers, partition, timestamp)])
 
-    async def send_many(
+    def send_many(
         self,
-        topic: str,
-        values: Iterable[bytes],
+        topic: str | Topic[Any],
+        values: Iterable[Any],
         *,
         keys: Sequence[bytes | str | None] | None = None,
         partition: str | None = None,
-    ) -> None:
-        """Sends messages with the transaction; `keys`, if given, has one for each value. Raises the errors of
-        send()."""
-        messages = self._producer._messages(values, keys, partition)
-        async with self._one_call:
-            await self._working().send_many(topic, messages)
+    ) -> Coroutine[Any, Any, None]:
+        """Sends messages with the transaction when it is awaited; `keys`, if given, has one for each value. Raises the
+        errors of send()."""
+        topic, values = encoded(topic, values)
+        return self._sending(topic, self._producer._messages(values, keys, partition))
+
+    def _sending(self, topic: str, messages: Any) -> Coroutine[Any, Any, None]:
+        self._sends_left += 1
+
+        async def send() -> None:
+            try:
+                async with self._one_call:
+                    await self._working().send_many(topic, messages)
+            finally:
+                self._sends_left -= 1
+
+        return send()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -95,10 +113,15 @@ class dbtx(DatabaseBlock):
         except asyncio.CancelledError as cancelled:
             await self._leave(cancelled)
             raise
+        forgotten = None
+        if error is None and self._sends_left:
+            forgotten = error = BranchMisuse("(none)", XACode.PROTO, _FORGOTTEN, hint="Write `await tx.send(...)`.")
         try:
             await self._leave(error)
         finally:
             self._one_call.release()
+        if forgotten is not None:
+            raise forgotten
 
 
 async def create_outcome_table(

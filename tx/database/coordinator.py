@@ -56,6 +56,7 @@ class Coordinator(BaseCoordinator):
     """
 
     _is_asyncio = False
+    _other_worker = "the block is in another thread; the messages of this one would not be part of it"
 
     def __init__(
         self,
@@ -70,6 +71,9 @@ class Coordinator(BaseCoordinator):
         self.recover()
         self._thread = threading.Thread(target=self._keep_recovering, name="metamq-coordinator", daemon=True)
         self._thread.start()
+
+    def _worker(self) -> object:
+        return threading.current_thread()
 
     async def _write_decision(self, tx: BaseTransaction, names: tuple[str, ...]) -> None:
         self._log.commit(tx.gtrid, names)

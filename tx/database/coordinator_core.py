@@ -97,10 +97,17 @@ class BaseTransaction:
     def __init__(self, coordinator: BaseCoordinator, gtrid: str) -> None:
         self.gtrid = gtrid
         self._coordinator = coordinator
+        self._owner = coordinator._worker()
         self._parts: dict[str, Part] = {}
 
     async def _joined(self, name: str) -> Any:
-        """Returns the resource's connection, which takes part from now on."""
+        """Returns the resource's connection, which takes part from now on.
+
+        Raises BranchMisuse in another thread or task than the block's for a Producer: it sends the messages of another
+        one outside of the transaction.
+        """
+        if self._coordinator._is_shared(name) and self._coordinator._worker() is not self._owner:
+            raise BranchMisuse(_named(self.gtrid), XACode.PROTO, self._coordinator._other_worker)
         if name not in self._parts:
             self._parts[name] = await self._coordinator._begin_part(self.gtrid, name)
         return self._parts[name].connection
@@ -111,6 +118,8 @@ class BaseCoordinator(ABC):
 
     _is_asyncio: bool
     _log: DecisionLog
+    _other_worker: str
+    """The problem of a call in another thread or task than the block's."""
 
     def __init__(self, resources: Mapping[str, Any], recover_every_s: float) -> None:
         check_seconds("recover_every_s", recover_every_s, optional=False)
@@ -133,6 +142,14 @@ class BaseCoordinator(ABC):
         self._unfinished.set()
         self._closed = threading.Event()
         self._every_s = recover_every_s
+
+    @abstractmethod
+    def _worker(self) -> object:
+        """Returns the running thread or task."""
+
+    def _is_shared(self, name: str) -> bool:
+        """True for a Producer, False for a function that opens a connection."""
+        return hasattr(self._resources.get(name), "tpc_begin")
 
     @abstractmethod
     async def _write_decision(self, tx: BaseTransaction, names: tuple[str, ...]) -> None:
@@ -176,7 +193,7 @@ class BaseCoordinator(ABC):
         """Returns the connection, and True if it is opened for this transaction. Raises ConfigError for one without
         two phases."""
         resource: Any = self._resources[name]
-        if hasattr(resource, "tpc_begin"):
+        if self._is_shared(name):
             return resource, False
         opened = resource()
         if inspect.isawaitable(opened) and not self._is_asyncio:
@@ -187,6 +204,7 @@ class BaseCoordinator(ABC):
             )
         connection = await settled(opened)
         if not hasattr(connection, "tpc_begin"):
+            await settled(getattr(connection, "close", lambda: None)())
             problem = f"a {type(connection).__name__} of resource {name!r} has no tpc_begin(): it cannot be prepared"
             raise ConfigError(problem, hint="With a single database, dbtx needs none.")
         self._check_kind(name, connection)
@@ -280,6 +298,16 @@ class BaseCoordinator(ABC):
     async def _recover(self) -> Settled:
         self._log.check()
         self._unfinished.clear()
+        try:
+            settled_now = await self._recover_all()
+        except BaseException:  # a cancellation, or Ctrl-C
+            self._unfinished.set()
+            raise
+        if settled_now.left:
+            self._unfinished.set()
+        return settled_now
+
+    async def _recover_all(self) -> Settled:
         # Read before the resources are asked: they may not show later decisions yet.
         busy = self._running | self._undecided
         decided = {gtrid: names for gtrid, names in list(self._log.open.items()) if gtrid not in busy}
@@ -298,10 +326,7 @@ class BaseCoordinator(ABC):
         for gtrid, names in decided.items():
             if clean.issuperset(names):
                 self._log.ended(gtrid)
-        left = tuple(name for name in self._resources if name not in clean)
-        if left:
-            self._unfinished.set()
-        return Settled(committed, rolled_back, left)
+        return Settled(committed, rolled_back, tuple(name for name in self._resources if name not in clean))
 
     async def _recover_at(self, name: str) -> tuple[int, int]:
         """Ends the prepared transactions at a resource. Raises the resource's errors."""

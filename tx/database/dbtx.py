@@ -30,6 +30,7 @@ from metamq.client.checks import wrong_type
 from metamq.client.net.branches import ANSWER_S
 from metamq.client.offsets.connections import BlockingConnection, blocking_database_of
 from metamq.client.producer.producer import BaseProducer
+from metamq.client.schemas.topic import Topic
 from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError
 from metamq.tx.app.staging import Staging
 from metamq.tx.app.transactional import TransactionalProducer
@@ -248,24 +249,25 @@ class dbtx(DatabaseBlock):
 
     def send(
         self,
-        topic: str,
-        value: bytes,
+        topic: str | Topic[Any],
+        value: Any,
         *,
         key: bytes | str | None = None,
         headers: Mapping[str, bytes] | None = None,
         partition: str | None = None,
         timestamp: datetime | int | None = None,
     ) -> None:
-        """Sends a message with the transaction. Raises the errors of Producer.send, and that of a broker that
-        refuses it."""
+        """Sends a message with the transaction: bytes, or what a Topic encodes. Raises the errors of Producer.send, and
+        that of a broker that refuses it."""
         work = self._working()
+        topic, (value,) = encoded(topic, [value])
         message = self._producer._message(value, key, headers, partition, timestamp)
         self._background.run(work.send_many(topic, [message]))
 
     def send_many(
         self,
-        topic: str,
-        values: Iterable[bytes],
+        topic: str | Topic[Any],
+        values: Iterable[Any],
         *,
         keys: Sequence[bytes | str | None] | None = None,
         partition: str | None = None,
@@ -273,12 +275,18 @@ class dbtx(DatabaseBlock):
         """Sends messages with the transaction; `keys`, if given, has one for each value. Raises the errors of
         send()."""
         work = self._working()
+        topic, values = encoded(topic, values)
         self._background.run(work.send_many(topic, self._producer._messages(values, keys, partition)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         at_once(self._leave(error))
+
+
+def encoded(topic: str | Topic[Any], values: Iterable[Any]) -> tuple[str, Iterable[Any]]:
+    """Returns a topic's name, and the values as they are stored. Raises WrongType for a value of another type."""
+    return (topic.name, topic.encode_many(list(values))) if isinstance(topic, Topic) else (topic, values)
 
 
 def create_outcome_table(

@@ -3,8 +3,11 @@
 Theory of operation
 -------------------
 Celery acknowledges each task by itself, in any order. metamq commits one offset for each partition. So the offset of a
-partition is committed up to the oldest task that is not acknowledged yet, at most once in `commit_interval_s`. After a
-crash, the tasks from there on run again, also those that were acknowledged after it.
+partition is committed up to the oldest task that is not acknowledged yet: at most once in `commit_interval_s`, before
+another worker takes the partition over, and at the end. After a crash, the tasks from there on run again, also those
+that were acknowledged after it.
+
+The worker's thread reads and commits. Tasks are acknowledged in any thread, as that of a pool of processes.
 
 The consumer's loop would count a message as done as soon as it asks for the next one. So `auto_commit` is off. A worker
 that stops leaves its unacknowledged tasks where they are, uncommitted: another worker gets them.
@@ -13,10 +16,13 @@ that stops leaves its unacknowledged tasks where they are, uncommitted: another 
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from queue import Empty
-from typing import Any
+from typing import Any, NamedTuple
 
 from kombu.transport import virtual
 from kombu.utils.json import dumps, loads
@@ -24,54 +30,62 @@ from kombu.utils.json import dumps, loads
 from metamq import Admin, Consumer, Message, Producer, TopicPartition
 from metamq.errors import MetamqError, OwnershipLost, TopicExists
 
+log = logging.getLogger("celery_metamq")
+
 PARTITIONS = 16
 COMMIT_INTERVAL_S = 1.0
 IDLE_S = 0.1
 """Seconds that one look at a queue waits for a task."""
-PLACE = "metamq"
-"""The property of a delivered task that has its place."""
 
 
 class Unfinished:
-    """The delivered tasks of one partition that are not acknowledged."""
+    """The delivered tasks of one partition that are not acknowledged. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._offsets: dict[int, None] = {}  # in the order of delivery, which is that of offsets
-        self._end = self.committed = 0
+        self._end = self._committed = 0
 
     def begin(self, offset: int) -> None:
         """Notes a delivered task."""
-        if not self._end:
-            self.committed = offset
-        self._offsets[offset] = None
-        self._end = offset + 1
+        with self._lock:
+            if not self._end:
+                self._committed = offset
+            self._offsets[offset] = None
+            self._end = offset + 1
 
     def finish(self, offset: int) -> None:
         """Notes an acknowledged task."""
-        self._offsets.pop(offset, None)
+        with self._lock:
+            self._offsets.pop(offset, None)
 
     def to_commit(self) -> int | None:
         """Returns the offset to commit, or None if there is nothing new."""
-        end = next(iter(self._offsets), self._end)
-        return end if end > self.committed else None
+        with self._lock:
+            end = next(iter(self._offsets), self._end)
+            return end if end > self._committed else None
+
+    def note_commit(self, end: int) -> None:
+        """Notes a commit that has succeeded."""
+        with self._lock:
+            self._committed = max(self._committed, end)
 
 
 class Queue:
-    """One queue that this process reads: its consumer and its unfinished tasks. For one thread."""
+    """One queue that this process reads: its consumer and its unfinished tasks."""
 
     def __init__(self, zookeeper: str | None, name: str, settings: dict[str, Any], commit_interval_s: float) -> None:
         self._interval_s = commit_interval_s
         self._commit_s = 0.0
         self._unfinished: dict[TopicPartition, Unfinished] = {}
-        self._revoked: list[TopicPartition] = []
-        """Filled by a thread of the consumer."""
+        """Changed by the worker's thread, and by the consumer's thread for a partition that another worker takes."""
         self.consumer: Consumer[bytes] = Consumer(
             zookeeper,
             topics=name,
             group=name,
             auto_commit=False,
             idle_timeout_s=IDLE_S,
-            on_revoked=self._revoked.extend,
+            on_revoked=self._give_up,
             **settings,
         )
         self._messages: Iterator[Message[bytes]] = iter(self.consumer)
@@ -83,30 +97,35 @@ class Queue:
         if message is None:
             self._messages = iter(self.consumer)
             raise Empty
-        self._forget_revoked()
         unfinished = self._unfinished.setdefault(TopicPartition(message.topic, message.partition), Unfinished())
         unfinished.begin(message.offset)
         return message, unfinished
 
-    def _forget_revoked(self) -> None:
-        while self._revoked:
-            self._unfinished.pop(self._revoked.pop(), None)
-
     def commit(self, *, at_once: bool = False) -> None:
-        """Commits what is finished, if the interval is over."""
+        """Commits what is finished, if the interval is over. An error is logged; the next commit repeats it."""
         if not at_once and time.monotonic() - self._commit_s < self._interval_s:
             return
         self._commit_s = time.monotonic()
-        self._forget_revoked()
-        for partition, unfinished in list(self._unfinished.items()):
-            end = unfinished.to_commit()
-            if end is None:
-                continue
-            try:
-                self.consumer.commit({partition: end})
-                unfinished.committed = end
-            except OwnershipLost:
-                self._unfinished.pop(partition, None)  # another worker has the partition, and runs the tasks again
+        for partition in list(self._unfinished):
+            self._commit_one(partition)
+
+    def _commit_one(self, partition: TopicPartition) -> None:
+        unfinished = self._unfinished.get(partition)
+        end = unfinished.to_commit() if unfinished is not None else None
+        if unfinished is None or end is None:
+            return
+        try:
+            self.consumer.commit({partition: end})
+            unfinished.note_commit(end)
+        except OwnershipLost:
+            self._unfinished.pop(partition, None)  # another worker has the partition, and runs the tasks again
+        except MetamqError as error:
+            log.warning("finished tasks of %s are not committed now: %s", partition, error)
+
+    def _give_up(self, revoked: list[TopicPartition]) -> None:
+        for partition in revoked:
+            self._commit_one(partition)
+            self._unfinished.pop(partition, None)
 
     def close(self) -> None:
         """Commits what is finished, and leaves the group."""
@@ -114,6 +133,15 @@ class Queue:
             self.commit(at_once=True)
         finally:
             self.consumer.close()
+
+
+class Place(NamedTuple):
+    """The place of a delivered task."""
+
+    queue: str
+    unfinished: Unfinished
+    """The tasks of its partition."""
+    offset: int
 
 
 class QoS(virtual.QoS):
@@ -158,12 +186,14 @@ class Channel(virtual.Channel):
         self._options: dict[str, Any] = dict(info.transport_options or {})
         self._queues: dict[str, Queue] = {}
         self._producer: Producer[bytes] | None = None
-        self._places: dict[str, tuple[Unfinished, int]] = {}
-        """The unfinished tasks of the partition, and the offset, by delivery tag."""
+        self._places: dict[str, Place] = {}
+        """By delivery tag."""
 
     def _topic(self, queue: str) -> str:
-        """Returns the name of the queue's topic: other characters than those of topics become "-"."""
-        return "".join(one if one.isascii() and (one.isalnum() or one in "._-") else "-" for one in queue)
+        """Returns the name of the queue's topic. A name with other characters than those of topics gets "-" for them,
+        and a checksum, so that two queues are two topics."""
+        topic = "".join(one if one.isascii() and (one.isalnum() or one in "._-") else "-" for one in queue)
+        return topic if topic == queue else f"{topic}-{zlib.crc32(queue.encode()):08x}"
 
     def _admin(self) -> Admin:
         return Admin(self._zookeeper)
@@ -193,25 +223,50 @@ class Channel(virtual.Channel):
         """Returns the next task. Raises Empty if there is none now."""
         if queue not in self._queues:
             self._queues[queue] = self._opened(queue)
-        message, unfinished = self._queues[queue].get()
-        task: dict[str, Any] = loads(message.value.decode())
-        tag = self._next_delivery_tag()
-        task["properties"]["delivery_tag"] = tag
-        self._places[tag] = unfinished, message.offset
-        return task
+        while True:
+            message, unfinished = self._queues[queue].get()
+            try:
+                task: dict[str, Any] = loads(message.value.decode())
+                tag = task["properties"]["delivery_tag"] = self._next_delivery_tag()
+            except Exception as error:  # another program has sent it
+                where = f"{message.topic}/{message.partition} at offset {message.offset}"
+                log.error("the message in %s is no task, and is passed over: %r", where, error)
+                unfinished.finish(message.offset)
+                continue
+            self._places[tag] = Place(queue, unfinished, message.offset)
+            return task
+
+    def basic_get(self, queue: str, no_ack: bool = False, **options: Any) -> Any:
+        """Returns the next message of a queue, or None."""
+        message = super().basic_get(queue, no_ack=no_ack, **options)
+        if message is not None and no_ack:
+            self.finish(message)
+        return message
+
+    def basic_consume(
+        self, queue: str, no_ack: bool, callback: Callable[[Any], Any], consumer_tag: str, **options: Any
+    ) -> Any:
+        """Begins the consumption of a queue. With `no_ack` a message is finished before `callback` gets it."""
+
+        def finish_first(message: Any) -> Any:
+            self.finish(message)
+            return callback(message)
+
+        return super().basic_consume(queue, no_ack, finish_first if no_ack else callback, consumer_tag, **options)
 
     def finish(self, message: Any) -> None:
         """Notes an acknowledged task."""
         place = self._places.pop(message.delivery_tag, None)
         if place is not None:
-            unfinished, offset = place
-            unfinished.finish(offset)
+            place.unfinished.finish(place.offset)
 
     def send_again(self, message: Any) -> None:
         """Stores a delivered task again."""
-        task = message.serializable()
-        task["redelivered"] = True
-        self._put(message.delivery_info["routing_key"], task)
+        place = self._places.get(message.delivery_tag)
+        if place is not None:
+            task = message.serializable()
+            task["redelivered"] = True
+            self._put(place.queue, task)
 
     def _size(self, queue: str) -> int:
         """Returns the number of tasks behind the commits of this process; 0 if it does not read the queue."""
@@ -244,12 +299,13 @@ class Channel(virtual.Channel):
 
     def close(self) -> None:
         """Commits what is finished, leaves the groups, and closes the clients."""
-        super().close()
-        while self._queues:
-            self._queues.popitem()[1].close()
-        if self._producer is not None:
-            self._producer.close()
-            self._producer = None
+        with contextlib.ExitStack() as stack:  # all of it, also after an error
+            if self._producer is not None:
+                stack.callback(self._producer.close)
+                self._producer = None
+            while self._queues:
+                stack.callback(self._queues.popitem()[1].close)
+            super().close()
 
 
 class Transport(virtual.Transport):

@@ -7,8 +7,8 @@ partition. So the offset of a partition is committed up to the oldest task that 
 the tasks from there on run again, also those that were acknowledged after it.
 
 The consumer's loop would count a message as done as soon as it asks for the next one. So `auto_commit` is off. A task
-of the broker commits what is acknowledged every `commit_interval_s`, and shutdown() does it a last time. A partition
-that another worker takes over is forgotten: what was not committed runs again there.
+of the broker commits what is acknowledged every `commit_interval_s`, before another worker takes a partition over, and
+in shutdown(). A task that is not acknowledged when another worker takes its partition over runs again there.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MetamqBroker(AsyncBroker):
         self._topic = topic
         self._producer: Producer[Any] = Producer(zookeeper, **(producer or {}))
         settings = {
-            "topics": topic, "group": group, "auto_commit": False, "on_revoked": self._forget, **(consumer or {}),
+            "topics": topic, "group": group, "auto_commit": False, "on_revoked": self._give_up, **(consumer or {}),
         }  # fmt: skip
         self._consumer: Consumer[bytes] = Consumer(zookeeper, **settings)
         self._unfinished: dict[TopicPartition, Unfinished] = {}
@@ -120,7 +120,8 @@ class MetamqBroker(AsyncBroker):
             unfinished.begin(message.offset)
             yield AckableMessage(data=message.value, ack=partial(unfinished.finish, message.offset))
 
-    def _forget(self, revoked: list[TopicPartition]) -> None:
+    async def _give_up(self, revoked: list[TopicPartition]) -> None:
+        await self._commit()
         for partition in revoked:
             self._unfinished.pop(partition, None)
 

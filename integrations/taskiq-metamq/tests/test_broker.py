@@ -175,7 +175,7 @@ async def test_a_partition_that_comes_back_begins_again(metamq_cluster: Cluster)
     tasks = broker.listen()
     late = await anext(tasks)
     (partition,) = broker._unfinished
-    broker._forget([partition])
+    await broker._give_up([partition])
     again = await anext(tasks)
     again.ack()
     late.ack()
@@ -185,3 +185,34 @@ async def test_a_partition_that_comes_back_begins_again(metamq_cluster: Cluster)
     assert offset.committed == 2
     await tasks.aclose()
     await broker.shutdown()
+
+
+@pytest.mark.asyncio
+async def test_acknowledged_tasks_are_committed_before_another_worker_takes_over(metamq_cluster: Cluster) -> None:
+    topic = metamq_cluster.new_topic(partitions=2)
+    async with client(metamq_cluster, topic) as sender:
+        for number in range(10):
+            await kick(sender, number)
+    brokers = [
+        MetamqBroker(metamq_cluster.zookeeper, topic=topic, group=topic, commit_interval_s=3600) for _ in range(2)
+    ]
+    for broker in brokers:
+        broker.is_worker_process = True
+    await brokers[0].startup()
+    tasks = brokers[0].listen()
+    for _ in range(10):
+        (await anext(tasks)).ack()
+    waiting = asyncio.create_task(anext(tasks))
+    await brokers[1].startup()
+    async with asyncio.timeout(LIMIT_S):
+        while len(brokers[1]._consumer.assignment) != 1:
+            await asyncio.sleep(0.02)
+    with metamq_cluster.admin() as admin:
+        described = await asyncio.to_thread(lambda: admin.describe_group(topic))
+    (taken,) = brokers[1]._consumer.assignment
+    (part,) = [one for one in described.partitions if one.partition == taken.partition]
+    assert part.lag == 0
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    for broker in brokers:
+        await broker.shutdown()
