@@ -102,7 +102,9 @@ class TypedValues:
         table = pj.read_json(pa.BufferReader(text), read_options=reading, parse_options=self._parsing)
         if not table.column("i").combine_chunks().equals(pa.arange(0, count)):
             raise ValueError("it is not one JSON value")
-        return table.column("v").combine_chunks()
+        values = table.column("v").combine_chunks()
+        values.validate(full=True)  # Arrow's reader takes text that is not UTF-8
+        return values
 
     def _raise_for_first(self, batch: pa.RecordBatch) -> None:
         """Raises DecodeError for the first message whose value is wrong."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
@@ -12,6 +13,8 @@ from metamq.client.schemas.shapes import ANY, Budget, Field, Kind, Shape
 from metamq.client.schemas.value_codec import ValueCodec, library
 from metamq.errors import ConfigError
 from metamq.zk.documents import parse
+
+log = logging.getLogger("metamq.client")
 
 _PLAIN = {"null": "null", "boolean": "boolean", "int": "int", "long": "long", "float": "float", "double": "double"}
 _PLAIN |= {"bytes": "bytes", "string": "text"}
@@ -29,9 +32,16 @@ def avro_codec(topic: str, definition: str) -> ValueCodec:
     frame = SchemaFrame(topic, own)
 
     def learn(versions: Mapping[int, str]) -> None:
-        texts = {version: avro_text(one) for version, one in versions.items()}
+        texts = dict[int, str]()
+        for version, one in versions.items():
+            try:
+                text = avro_text(one)
+                writers[version] = _parsed(text)
+            except ConfigError as error:  # only messages of that version cannot be read
+                log.warning("version %d of the schemas of topic %r is left out: %s", version, topic, error)
+            else:
+                texts[version] = text
         frame.learn(texts)
-        writers.update((version, _parsed(one)) for version, one in texts.items())
 
     def encode(value: Any) -> bytes:
         out = BytesIO()
@@ -69,57 +79,78 @@ def _parsed(definition: str) -> Any:
 
 
 def avro_shape(definition: str) -> Shape:
-    """Returns the shape of an Avro schema. Raises ConfigError for one that is recursive, too large, or wrong."""
-    parsed = parse(avro_text(definition).encode())
+    """Returns the shape of an Avro schema. Raises ConfigError for one that is recursive, too large, or wrong, and
+    without fastavro."""
+    text = avro_text(definition)
     try:
-        return _AvroReader().shape(parsed, ())
+        shape = _AvroReader().shape(parse(text.encode()), (), "")
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"the Avro schema is wrong: {error!r}", hint="Correct the .avsc file.") from None
+    _parsed(text)  # finds more, as a wrong default
+    return shape
 
 
 class _AvroReader:
     def __init__(self) -> None:
-        self._named: dict[str, Any] = {}
+        self._named: dict[str, tuple[Any, str]] = {}
+        """The definition of a type, and the namespace in it, by full name."""
         self._budget = Budget()
 
-    def shape(self, node: Any, names: tuple[str, ...]) -> Shape:
+    def shape(self, node: Any, names: tuple[str, ...], namespace: str) -> Shape:
         self._budget.take(names, "")
         if isinstance(node, list):
-            return tuple(kind for one in node for kind in self.shape(one, names))
+            return tuple(kind for one in node for kind in self.shape(one, names, namespace))
         if isinstance(node, str):
             if node in _PLAIN:
                 return (Kind(_PLAIN[node]),)
-            short = node.rpartition(".")[2]
-            if short not in self._named:
+            name = _full(node, namespace)
+            if name not in self._named:
                 raise ConfigError(f"the Avro schema names an unknown type {node!r}", hint="Correct the .avsc file.")
-            return (self._record_or(self._named[short], names),)
+            known, inside = self._named[name]
+            return (self._record_or(known, names, inside),)
         if isinstance(node["type"], dict | list):
-            return self.shape(node["type"], names)
+            return self.shape(node["type"], names, namespace)
         if "name" in node:
-            self._named[str(node["name"]).rpartition(".")[2]] = node
-        return (self._record_or(node, names),)
+            name = _full(str(node["name"]), node.get("namespace", namespace))
+            namespace = name.rpartition(".")[0]
+            self._named[name] = node, namespace
+        return (self._record_or(node, names, namespace),)
 
-    def _record_or(self, node: dict[str, Any], names: tuple[str, ...]) -> Kind:
+    def _record_or(self, node: dict[str, Any], names: tuple[str, ...], namespace: str) -> Kind:
         kind = node["type"]
         if kind == "record":
-            return self._record(node, self._budget.take(names, str(node["name"])))
+            return self._record(node, self._budget.take(names, _full(str(node["name"]), namespace)), namespace)
         if kind == "array":
-            return Kind("array", item=self.shape(node["items"], names))
+            return Kind("array", item=self.shape(node["items"], names, namespace))
         if kind == "map":
-            return Kind("map", item=self.shape(node["values"], names))
+            return Kind("map", item=self.shape(node["values"], names, namespace))
         if kind == "enum":
-            # A reader of an enumeration with a default accepts every value.
-            return Kind("enum", values=frozenset(node["symbols"]))
+            # fastavro accepts no unknown value, even if the enumeration has a default.
+            return Kind("enum", values=frozenset(node["symbols"]), type_name=_short(node))
         if kind == "fixed":
-            return Kind(f"fixed of {node['size']} bytes")
+            return Kind(f"fixed of {node['size']} bytes", type_name=_short(node))
         if kind in _PLAIN:
             logical = {key: node[key] for key in ("logicalType", "precision", "scale") if key in node}
             return Kind(_PLAIN[kind], limits=frozenset(f"{key}: {value}" for key, value in logical.items()))
         raise ConfigError(f"the Avro schema has an unknown type {kind!r}", hint="Correct the .avsc file.")
 
-    def _record(self, node: dict[str, Any], names: tuple[str, ...]) -> Kind:
+    def _record(self, node: dict[str, Any], names: tuple[str, ...], namespace: str) -> Kind:
         fields = {
-            str(one["name"]): Field(self.shape(one["type"], names) or ANY, "default" not in one, True)
+            str(one["name"]): Field(
+                self.shape(one["type"], names, namespace) or ANY,
+                "default" not in one,
+                is_certain=True,
+                aliases=tuple(one.get("aliases", ())),
+            )
             for one in node["fields"]
         }
-        return Kind("record", fields)
+        return Kind("record", fields, type_name=_short(node))
+
+
+def _full(name: str, namespace: str) -> str:
+    return name if "." in name or not namespace else f"{namespace}.{name}"
+
+
+def _short(node: dict[str, Any]) -> str:
+    """Returns the name by which readers and writers know a type: the one without its namespace."""
+    return str(node["name"]).rpartition(".")[2]

@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 
 from metamq.client.checks import wrong_type
+from metamq.client.schemas.json_shape import json_shape
 from metamq.client.schemas.protobuf import protobuf_codec
+from metamq.client.schemas.shapes import mismatches
 from metamq.client.schemas.value_codec import ValueCodec, library
 from metamq.errors import ConfigError
 
@@ -28,8 +30,26 @@ def codec_of(kind: Any) -> ValueCodec:
 
 def _pydantic_codec(kind: Any) -> ValueCodec:
     adapter = library("pydantic", "pydantic").TypeAdapter(kind)
+    _check_that_it_reads_its_own(kind, adapter)
     encode = partial(adapter.serializer.to_json, by_alias=True)  # pydantic-core's own: no Python code for each message
     return ValueCodec("json", encode, adapter.validator.validate_json, lambda: _text(adapter.json_schema()))
+
+
+def _check_that_it_reads_its_own(kind: Any, adapter: Any) -> None:
+    """Raises ConfigError for a model that writes other JSON than it reads, as with different aliases."""
+    written, read = adapter.json_schema(mode="serialization"), adapter.json_schema(mode="validation")
+    if '"writeOnly": true' in json.dumps(read):
+        hint = "Send the secret as str, or leave the field out of the model of messages."
+        raise ConfigError(f"{kind.__qualname__} has a secret, which pydantic writes as asterisks", hint=hint)
+    try:
+        wrong = next(mismatches(json_shape(written), json_shape(read)), None)
+    except ConfigError:  # a schema without a shape can still be sent; it cannot be registered
+        return
+    if wrong is not None:
+        problem = (
+            f"{kind.__qualname__} cannot read what it writes: field {wrong.path!r} is {wrong.written}, {wrong.reason}"
+        )
+        raise ConfigError(problem, hint="Give the field one alias for both directions, and the same type.")
 
 
 def _msgspec_codec(kind: Any) -> ValueCodec:

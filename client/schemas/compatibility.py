@@ -11,7 +11,7 @@ from dataclasses import replace
 from metamq.client.schemas.avro import avro_shape, avro_text
 from metamq.client.schemas.json_shape import json_shape
 from metamq.client.schemas.protobuf import protobuf_shape
-from metamq.client.schemas.shapes import Mismatch, Shape, mismatches
+from metamq.client.schemas.shapes import ANY, Mismatch, Shape, mismatches
 from metamq.errors import ConfigError, SchemaIncompatible
 from metamq.zk.cluster.schemas import Schema, TopicSchemas
 from metamq.zk.documents import parse
@@ -31,9 +31,12 @@ def shape_of(topic: str, schema: Schema) -> Shape:
     if schema.format == "protobuf":
         return protobuf_shape(schema.definition)
     try:
-        return json_shape(parse(schema.definition.encode()))
+        shape = json_shape(parse(schema.definition.encode()))
     except (ValueError, TypeError, AttributeError) as error:
         raise _wrong_json(error) from None
+    if shape == ANY:  # no later version with a needed field could follow it
+        raise ConfigError("the JSON Schema says nothing: it has no type", hint='Begin with {"type": "object"}.')
+    return shape
 
 
 def without_layout(topic: str, schema: Schema) -> Schema:
@@ -60,14 +63,15 @@ def check_compatible(topic: str, schemas: TopicSchemas, new: Schema) -> None:
     """Raises SchemaIncompatible for the first field that breaks the topic's rule, and ConfigError for a wrong schema or
     another format."""
     shape = shape_of(topic, new)
+    for old in schemas.versions:
+        if old.format != new.format:
+            raise ConfigError(
+                f"topic {topic!r} has messages in {old.format}, and the new schema is {new.format}",
+                hint="Make a new topic for the other format.",
+            )
     for direction in _DIRECTIONS[schemas.compatibility]:
         for version in range(len(schemas.versions), 0, -1):
             old = schemas.versions[version - 1]
-            if old.format != new.format:
-                raise ConfigError(
-                    f"topic {topic!r} has messages in {old.format}, and the new schema is {new.format}",
-                    hint="Make a new topic for the other format.",
-                )
             written, read = (shape_of(topic, old), shape) if direction == "backward" else (shape, shape_of(topic, old))
             for found in mismatches(written, read):
                 raise _incompatible(topic, version, found, direction)

@@ -13,6 +13,7 @@ from metamq.errors import ConfigError
 
 _TYPES = "double float int64 uint64 int32 fixed64 fixed32 bool text group message bytes uint32 enum sfixed32 sfixed64"
 _NAMES = dict(enumerate([*_TYPES.split(), "sint32", "sint64"], 1))
+_NAMES |= {1: "64-bit float", 2: "32-bit float"}  # unlike Avro's, the second is not read as the first
 _MESSAGE, _ENUM, _REPEATED, _REQUIRED = 11, 14, 3, 2
 
 

@@ -37,10 +37,13 @@ class Kind:
     """Further conditions, as '"minimum": 0'."""
     is_closed: bool = False
     """True if a reader refuses fields that it does not know."""
+    type_name: str = ""
+    """The name of a type that a reader knows by its name, as Avro's; empty: the name does not matter."""
 
     def __str__(self) -> str:
+        named = f"{self.name} {self.type_name}".rstrip()
         more = [*sorted(self.values), *sorted(self.limits)]
-        return f"{self.name} ({', '.join(more)})" if more else self.name
+        return f"{named} ({', '.join(more)})" if more else named
 
 
 Shape = tuple[Kind, ...]
@@ -56,6 +59,8 @@ class Field(NamedTuple):
     is_certain: bool
     label: str = ""
     """The name for people, if fields go by number."""
+    aliases: tuple[str, ...] = ()
+    """Other names by which a reader finds the field."""
 
 
 class Mismatch(NamedTuple):
@@ -114,6 +119,9 @@ def _against(written: Kind, read: Kind, path: str) -> Iterator[Mismatch]:
     if read.name != written.name and read.name not in _WIDER.get(written.name, ()):
         yield wrong
         return
+    if read.type_name != written.type_name:
+        yield wrong
+        return
     if not read.limits <= written.limits or (read.name == "enum" and not written.values <= read.values):
         yield wrong
         return
@@ -121,7 +129,7 @@ def _against(written: Kind, read: Kind, path: str) -> Iterator[Mismatch]:
         yield from mismatches(written.item, read.item, f"{path}[]")
     for name, one in read.fields.items():
         place = _place(path, name, one)
-        there = written.fields.get(name)
+        there = next((written.fields[known] for known in (name, *one.aliases) if known in written.fields), None)
         if there is not None:
             yield from mismatches(there.shape, one.shape, place)
         if one.is_needed and (there is None or not there.is_certain):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, is_typeddict
 
 from metamq.client.checks import wrong_type
 from metamq.client.schemas.avro import avro_codec
@@ -46,7 +46,7 @@ class Topic(Generic[V]):
     def _set(self, name: str, codec: ValueCodec, kind: type[Any]) -> None:
         self.name: str = check_topic(name)
         """The name of the topic."""
-        self._kind = kind
+        self._kind = dict if is_typeddict(kind) else kind
         self._codec = codec
         self.decode: Callable[[bytes], V] = codec.decode
         """Returns the value of a message. Raises the library's error."""

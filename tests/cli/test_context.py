@@ -79,8 +79,8 @@ def test_a_broker_does_not_join_the_cluster_of_the_context_in_use(offline: Metam
     offline("context", "add", "away", "--zookeeper", "http://away")
     offline("context", "use", "away")
     assert "http://away" in offline("topic", "list").talk
-    assert "http://away" in offline("broker", "--data", tmp_path, "--context", "away").talk
-    assert "http://away" not in offline("broker", "--data", tmp_path, "--root", "wrong").talk
+    assert "http://away" in offline("broker", "--data", tmp_path, "--port", 0, "--context", "away").talk
+    assert "http://away" not in offline("broker", "--data", tmp_path, "--port", 0, "--root", "wrong").talk
 
 
 def test_a_broker_takes_its_settings_from_the_file_of_its_context(offline: Metamq, tmp_path: Path) -> None:

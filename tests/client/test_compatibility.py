@@ -263,3 +263,43 @@ def test_each_pair_of_types_that_the_rules_accept_is_decoded(make: Any, kinds: d
             reader.decode(sent)
 
     check()
+
+
+def record(name: str, *fields: tuple[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "record", "name": name, "fields": [{"name": one, "type": kind} for one, kind in fields], **more}
+
+
+INNER = record("Inner", ("x", "int"))
+TWO_SPACES = [("a", record("I", ("x", "int"), namespace="p")), ("b", record("I", ("y", "string"), namespace="q"))]
+EMPTY = {"type": "record", "name": "Other", "fields": [{"name": "y", "type": "int", "default": 9}]}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (record("A", ("a", "int")), record("B", ("a", "int"))),
+        (record("A", ("a", INNER)), record("A", ("a", {**INNER, "name": "Other"}))),
+        (record("A", ("a", {"type": "enum", "name": "E", "symbols": ["a"]})),
+         record("A", ("a", {"type": "enum", "name": "F", "symbols": ["a"]}))),
+        (record("A", ("a", {"type": "fixed", "name": "E", "size": 2})),
+         record("A", ("a", {"type": "fixed", "name": "F", "size": 2}))),
+        (record("A", *TWO_SPACES, ("c", "p.I")), record("A", *TWO_SPACES, ("c", "q.I"))),
+        (record("A", ("a", [INNER, EMPTY])), record("A", ("a", [EMPTY, "string"]))),
+        (record("A", ("a", "string")),
+         {"type": "record", "name": "A", "fields": [{"name": "z", "type": "int", "aliases": ["a"], "default": 0}]}),
+    ],
+)  # fmt: skip
+def test_avros_names_count(old: dict[str, Any], new: dict[str, Any]) -> None:
+    with pytest.raises(SchemaIncompatible):
+        check_compatible("t", TopicSchemas((Schema("avro", json.dumps(old)),)), Schema("avro", json.dumps(new)))
+
+
+def test_avros_namespaces_and_aliases_are_followed() -> None:
+    old = record("A", ("a", record("I", ("x", "int"))), ("b", "I"), namespace="p")
+    new = {**old, "namespace": "q", "fields": [*old["fields"][:1], {"name": "z", "type": "I", "aliases": ["b"]}]}
+    schemas = [Schema("avro", json.dumps(one)) for one in (old, new)]
+    check_compatible("t", TopicSchemas((schemas[0],)), schemas[1])
+    writer, reader = (Topic.avro("t", one.definition) for one in schemas)
+    writer.learn({1: schemas[0].definition})
+    reader.learn({1: schemas[0].definition})
+    assert reader.decode(writer.encode({"a": {"x": 1}, "b": {"x": 2}})) == {"a": {"x": 1}, "z": {"x": 2}}

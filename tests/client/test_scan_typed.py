@@ -104,6 +104,14 @@ def test_a_wrong_value_is_named_and_moves_no_other(shop: Shop, wrong: list[bytes
     assert "scan the topic's name" in str(raised.value)
 
 
+def test_text_that_is_not_utf8_is_a_wrong_value(shop: Shop) -> None:
+    topic = Topic(shop.topic(), Place)
+    shop.producer.send_many(topic.name, [b'{"name": "a"}', b'{"name": "caf\xe9"}'], partition="0-0").result(60)
+    with pytest.raises(DecodeError) as raised:
+        list(metamq.scan(topic, zookeeper=shop.cluster.zookeeper))
+    assert raised.value.offset == 1
+
+
 def test_what_has_no_columns_is_refused(shop: Shop) -> None:
     name, zookeeper = shop.topic(), shop.cluster.zookeeper
     with pytest.raises(ConfigError, match="has no registered schema"):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import pydantic
@@ -329,7 +329,12 @@ def multiplied() -> Schema:
         (lambda: Schema("json", "[]"), "not an object"),
         (lambda: Schema("json", '{"type": "strnig"}'), "that metamq does not know"),
         (lambda: Schema("json", '{"type": "object", "properties": 5}'), "the JSON Schema is wrong"),
+        (lambda: Schema("json", "{}"), "says nothing"),
         (lambda: Schema("avro", '{"type": "record", "name": "A"}'), "the Avro schema is wrong"),
+        (
+            lambda: Schema("avro", avro_record("A", {"name": "a", "type": "int", "default": "x"})),
+            "Avro schema is wrong",
+        ),
         (
             lambda: Schema("avro", '{"type":"record","name":"A","fields":[{"name":"a","type":["null","A"]}]}'),
             "the schema is recursive: 'A'",
@@ -346,11 +351,81 @@ def test_a_hostile_schema_is_refused(shop: Shop, schema: Callable[[], Schema], p
     assert shop.admin.load_schemas(name).versions == ()
 
 
+def avro_record(name: str, *fields: dict[str, Any]) -> str:
+    return json.dumps({"type": "record", "name": name, "fields": fields})
+
+
+def test_a_version_that_cannot_be_read_spoils_only_its_own_messages(caplog: pytest.LogCaptureFixture) -> None:
+    own = avro_record("A", {"name": "a", "type": "int"})
+    topic = Topic.avro("orders", own)
+    topic.learn({1: own, 2: avro_record("A", {"name": "a", "type": "int", "default": "x"})})
+    data = topic.encode({"a": 5})
+    assert topic.decode(data) == {"a": 5}
+    with pytest.raises(ValueError, match="version 2, which is not known"):
+        topic.decode(data[:4] + b"\2" + data[5:])
+    assert "version 2 of the schemas of topic 'orders' is left out" in caplog.text
+
+
+def test_without_a_rule_the_format_stays(shop: Shop) -> None:
+    name = shop.topic()
+    shop.admin.register_schema(name, Schema("json", '{"type": "object"}'), compatibility="none")
+    with pytest.raises(ConfigError, match="has messages in json, and the new schema is avro"):
+        shop.admin.register_schema(name, Schema("avro", avro_record("A")))
+
+
+class Aliased(pydantic.BaseModel):
+    number: int = pydantic.Field(validation_alias="in", serialization_alias="out")
+
+
+class Excluded(pydantic.BaseModel):
+    number: int = pydantic.Field(exclude=True)
+
+
+class Computed(pydantic.BaseModel, extra="forbid"):
+    number: int
+
+    @pydantic.computed_field  # type: ignore[prop-decorator]
+    @property
+    def twice(self) -> int:
+        return 2 * self.number
+
+
+class Serialized(pydantic.BaseModel):
+    number: int
+
+    @pydantic.field_serializer("number")
+    def text(self, number: int) -> str:
+        return f"n{number}"
+
+
+class Secret(pydantic.BaseModel):
+    card: pydantic.SecretStr
+
+
+@pytest.mark.parametrize("model", [Aliased, Excluded, Computed, Serialized, Secret])
+def test_a_model_that_cannot_read_what_it_writes_is_refused(model: type[pydantic.BaseModel]) -> None:
+    with pytest.raises(ConfigError, match=rf"{model.__name__} (cannot read what it writes|has a secret)"):
+        Topic("orders", model)
+
+
+class Row(TypedDict):
+    number: int
+
+
+def test_a_typed_dict() -> None:
+    topic: Topic[Row] = Topic("orders", Row)
+    assert topic.decode(topic.encode({"number": 1})) == {"number": 1}
+    assert topic.encode_many([{"number": 1}]) == [b'{"number":1}']
+    with pytest.raises(WrongType):
+        topic.encode([1])  # type: ignore[arg-type]
+
+
 def test_all_schemas_of_a_topic_have_a_limit(shop: Shop) -> None:
     name, part = shop.topic(), SCHEMAS_BYTES_MAX // 4
     with pytest.raises(ConfigError, match="its schemas would have"):  # noqa: PT012
         for number in range(5):
-            shop.admin.register_schema(name, Schema("json", json.dumps({"title": f"{number}{'x' * part}"})))
+            document = {"title": f"{number}{'x' * part}", "type": "object"}
+            shop.admin.register_schema(name, Schema("json", json.dumps(document)))
     assert len(shop.admin.load_schemas(name).versions) == 3
 
 
