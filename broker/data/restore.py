@@ -45,7 +45,15 @@ from typing import TYPE_CHECKING
 from metamq.errors import ConfigError, MetamqError
 from metamq.words import count
 from metamq.zk.cluster.brokers import BrokerState, state_json
-from metamq.zk.cluster.cluster_nodes import CLIENTS, DEFAULTS, HAD_SLAVES, TOPICS, ClusterExport
+from metamq.zk.cluster.cluster_nodes import (
+    CLIENTS,
+    DEFAULTS,
+    DELEGATIONS,
+    HAD_SLAVES,
+    SECURITY,
+    TOPICS,
+    ClusterExport,
+)
 from metamq.zk.cluster.topics import TopicConfig, from_json, to_json
 from metamq.zk.names import OWN, parse_partition
 
@@ -126,6 +134,7 @@ def plan_restore(reports: Sequence[FolderReport], export: ClusterExport | None, 
     nodes |= _of_failover(brokers, export)
     nodes |= {path: data for path, data in (export.nodes if export is not None else {}).items() if path == DEFAULTS}
     nodes |= {f"{TOPICS}{topic}": to_json(config) for topic, config in topics.items()}
+    nodes |= _of_security(export, notes)
     nodes |= _of_clients(export, topics, choices, notes)
     notes += _notes_of(brokers, topics, settings_from, export)
     return Restore(
@@ -466,6 +475,21 @@ def _of_failover(brokers: Sequence[BrokerView], export: ClusterExport | None) ->
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------
+
+
+def _of_security(export: ClusterExport | None, notes: list[str]) -> dict[str, bytes]:
+    """The users, rules and quotas, and the key of the groups' owners. Tokens of delegations are for running queries."""
+    found = {
+        path: data
+        for path, data in (export.nodes if export is not None else {}).items()
+        if path.startswith(SECURITY) and path != DELEGATIONS
+    }
+    if found:
+        notes.append(
+            "Owners of groups are not in an export: the groups belong to the certificate that restores them, until "
+            "`metamq group owner` gives them to their programs."
+        )
+    return found
 
 
 def _of_clients(

@@ -32,7 +32,15 @@ from metamq.cli.show.output import (
 from metamq.cli.show.terminal import escaped_json
 from metamq.client.net.first_contact import open_session
 from metamq.errors import ConfigError
-from metamq.zk.cluster.cluster_nodes import ClusterExport, RestoreDiff, compare, exported_cluster, restore_cluster
+from metamq.private_files import OWNER_MODE
+from metamq.zk.cluster.cluster_nodes import (
+    SECURITY,
+    ClusterExport,
+    RestoreDiff,
+    compare,
+    exported_cluster,
+    restore_cluster,
+)
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -55,9 +63,10 @@ def cluster() -> None:
 def export(file: Path | None, output: str) -> None:
     """Export the cluster's data in ZooKeeper as JSON, to FILE or to standard output (no FILE, or -).
 
-    The export has the topics with their settings, the masters and in-sync sets, the groups' offsets and Spark's
-    decisions. It does not have nodes that exist only while a process runs. Export regularly: `metamq cluster restore`
-    sets groups back to this state. The command replaces an older export in FILE, but not an export of another cluster.
+    The export has the topics with their settings, the masters and in-sync sets, the groups' offsets, Spark's decisions,
+    users, rules and quotas: keep it as secret as passwords. It does not have nodes that exist only while a process
+    runs. Export regularly: `metamq cluster restore` sets groups back to this state. The command replaces an older
+    export in FILE, but not an export of another cluster.
 
     \b
     metamq cluster export cluster.json
@@ -88,12 +97,14 @@ def _check_is_own(file: Path, cluster_id: str) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replaces an older export after the new one is on the disk."""
+    """Replaces an older export after the new one is on the disk. It may have verifiers of passwords: the file is the
+    owner's alone."""
     if file.exists() and not file.is_file():  # a pipe or a device cannot be replaced
         file.write_text(text)
         return
     temporary = file.with_name(f"{file.name}.tmp")
-    with temporary.open("w") as stream:
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_MODE), "w") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
@@ -273,7 +284,10 @@ def _document(plan: Restore, standing: RestoreDiff) -> dict[str, Any]:
         "topics": {topic: plan.settings_from.get(topic, "") for topic in plan.topics},
         "notes": list(plan.notes),
         "questions": list(plan.questions),
-        "nodes": {path: data.decode(errors="replace") for path, data in sorted(plan.nodes.items())},
+        "nodes": {
+            path: "(secret)" if path.startswith(SECURITY) else data.decode(errors="replace")
+            for path, data in sorted(plan.nodes.items())
+        },
         "writes": [f"{type(one).__name__.lower()} {one.path}" for one in standing.operations],
     }
 

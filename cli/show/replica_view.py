@@ -96,7 +96,7 @@ def _repair(broker: BrokerReplicas, damaged: ReplicaDescription) -> str:
     return (
         "No other replica is in sync. `metamq log verify` on the data folder shows every damaged place. Restore the "
         "partition's folder from a copy, and accept it with `metamq log accept`; or seek to an offset after the "
-        "damage; or stop the broker, and give up the whole log with `metamq log forget`."
+        "damage; or stop the broker, and give up the whole log, if it is no journal, with `metamq log forget`."
     )
 
 

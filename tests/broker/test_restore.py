@@ -344,6 +344,18 @@ def test_the_defaults_of_topics_are_those_of_the_export() -> None:
     assert path not in plan(folder(1)).nodes
 
 
+def test_users_rules_and_quotas_are_those_of_the_export() -> None:
+    names = ("users", "rights", "quotas", "owner-key", "delegations")
+    export = exported(1)
+    export = replace(export, nodes={**export.nodes, **{f"/security/{name}": name.encode() for name in names}})
+    found = plan(folder(1), export=export)
+    assert {path: data for path, data in found.nodes.items() if path.startswith("/security/")} == {
+        f"/security/{name}": name.encode() for name in names[:-1]
+    }
+    assert any("metamq group owner" in note for note in found.notes)
+    assert not any("metamq group owner" in note for note in plan(folder(1), export=exported(1)).notes)
+
+
 def test_the_mode_of_failover_is_that_of_the_export() -> None:
     export, path = exported(1), "/brokers/ids/0/failover"
     export = replace(export, nodes={**export.nodes, path: b"auto", "/brokers/ids/9/failover": b"auto"})
