@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "house.md"
-INTRODUCTION = """# The house
+INTRODUCTION = """# Folders
 
 `.ci/draw_house.py` draws this page from the code: run it after a change of folders or imports. An arrow goes from a
 folder to one whose modules it imports. An arrow that follows from two others is left out. `metamq/` has the public

@@ -34,7 +34,7 @@ COMPLETION_VARIABLE = "_METAMQ_COMPLETE"
 COMMANDS = {
     "up": ("metamq.cli.commands.up", "Start ZooKeeper and a broker on this machine, for development."),
     "broker": ("metamq.cli.commands.servers", "Run a broker, or list the brokers of a cluster."),
-    "zookeeper": ("metamq.cli.commands.servers", "Run a single ZooKeeper server."),
+    "zookeeper": ("metamq.cli.commands.servers", "Run a ZooKeeper server."),
     "topic": ("metamq.cli.commands.topic", "Create, list, describe, alter, delete and follow topics."),
     "produce": ("metamq.cli.messages.produce", "Send lines of input, or arguments, to a topic."),
     "consume": ("metamq.cli.messages.consume", "Print the messages of topics."),

@@ -1,6 +1,6 @@
 """All limits of the protocol. A receiver checks each one before it allocates memory.
 
-A HELLO reports the configured limits of a broker to its client; these are the defaults and the maximum values.
+The answer to HELLO has the configured limits of a broker; these are the defaults and the maximum values.
 """
 
 from __future__ import annotations

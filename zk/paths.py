@@ -1,4 +1,4 @@
-"""All znode paths.
+"""Znode paths.
 
     /meta/cluster                                                              persistent.
     /meta/brokers/ids/<broker id>/master, slave<replica>                       ephemeral.

@@ -358,7 +358,7 @@ def owner(name: str, principal: str, output: str) -> int:
 def delete(names: tuple[str, ...], yes: bool, output: str) -> None:
     """Delete groups with their committed offsets. They must have no members.
 
-    The dead letters of a deleted group all count as not sent again.
+    Its dead letters then all count as not sent.
 
     \b
     metamq group delete etl --yes

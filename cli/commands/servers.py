@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 SECONDS = Parsed("time", lambda text: parse_ms(text) / 1000)
 FOLDER = Parsed("folder", str)
+FILE = Parsed("file", str)
 
 _SETTINGS = (
     ("--id", "id", int, "Broker id, unique in a cluster.  [0]"),
@@ -46,12 +47,12 @@ _SETTINGS = (
     ("--advertise", "advertise", str,
      "Host that clients connect to, if it is not --host. Of several (a,b), a client uses one that works."),
     ("--data", "data", FOLDER, "Data folder; each broker needs its own.  [./metamq-data/broker]"),
-    ("--audit", "audit", FOLDER, "File of the audit log, `-` for standard error.  [none]"),
+    ("--audit", "audit", FILE, "File of the audit log, `-` for standard error.  [none]"),
     ("--audit-bytes-max", "audit_bytes_max", SIZE, "Size at which the audit log begins a new file.  [64MiB]"),
     ("--http-port", "http_port", click.IntRange(-1, 65535),
      "Port of /metrics, /healthz, /readyz; 0 takes a free port, -1 none.  [8120]"),
     ("--http-host", "http_host", str, "Address of that port.  [the host]"),
-    ("--http-tls", "http_tls", bool, "TLS on that port; /metrics then needs a certificate with a right.  [false]"),
+    ("--http-tls", "http_tls", bool, "TLS on that port; /metrics needs the right `describe cluster`.  [false]"),
     ("--console-url", "console_url", str, "Address of `metamq console`, for the link on the page `/` of that port."),
     ("--session-timeout", "session_timeout_ms", DURATION,
      "ZooKeeper session time-out: a crashed broker stays registered for this time.  [10s]"),
@@ -63,7 +64,7 @@ _SETTINGS = (
     ("--failover", "failover", click.Choice(MODES),
      "Failover of the broker id if it has no mode yet: auto, or manual. Later use `metamq ha failover`.  [manual]"),
     ("--failover-pause-max", "failover_pause_max_ms", DURATION,
-     "The longest pause between automatic switches; it doubles from 2 s with each one in ten minutes.  [2m]"),
+     "Longest pause between automatic switches: 2 s after three in ten minutes, then doubled.  [2m]"),
     ("--failover-return", "failover_return_ms", DURATION,
      "The preferred replica becomes the master again after it has been in sync for this time.  [2m]"),
     ("--alone-lease", "alone_lease_s", SECONDS,

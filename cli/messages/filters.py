@@ -104,7 +104,7 @@ def _comparison(name: str, wanted: Any, text: str) -> Callable[[Any], bool]:
         return lambda value: isinstance(value, str) and part in value
     if name in _ORDERS:
         if not isinstance(wanted, str) and not _is_number(wanted):
-            raise ValueError(f"{text!r} orders neither numbers nor texts: {_WRITE_IT}")
+            raise ValueError(f"{text!r} needs a number or text: {_WRITE_IT}")
         order = _ORDERS[name]
         return lambda value: _is_number(value) == _is_number(wanted) and _is_ordered(value) and order(value, wanted)
     equal = name == "=="

@@ -105,7 +105,7 @@ def _transaction_timeout_s(texts: Texts, is_allowed: bool) -> float:
         raise ConfigError(problem, hint="Remove it; 'deliveryTimeoutMs' limits how long a task tries.")
     timeout_s = (texts.whole("transactionTimeoutMs") or 3_600_000) / 1000
     if timeout_s > TIMEOUT_MAX_S:
-        raise ConfigError(f"option 'transactionTimeoutMs' is {timeout_s:g} s", hint="It has to be a day at most.")
+        raise ConfigError(f"option 'transactionTimeoutMs' is {timeout_s:g} s", hint="Give 86400000 at most.")
     return timeout_s
 
 

@@ -27,7 +27,8 @@ def _encoded(delegations: Delegations) -> bytes:
         }
     ).encode()
     if len(data) > DATA_BYTES_MAX:
-        raise ConfigError("the tokens of all clients take too much space in ZooKeeper", hint="Let queries end.")
+        hint = "End queries, or end tokens with `metamq user end-tokens`."
+        raise ConfigError("the tokens of all clients take too much space in ZooKeeper", hint=hint)
     return data
 
 
