@@ -45,7 +45,7 @@ async def within_time(question: Awaitable[Answer], limit_s: float = ANSWER_S) ->
         async with asyncio.timeout(limit_s):
             return await question
     except TimeoutError as error:
-        hint = "The health page has the next step. The other pages work."
+        hint = "The health page has the next step."
         raise MetamqError(f"a part of the cluster does not answer within {limit_s:g} s", hint=hint) from error
 
 

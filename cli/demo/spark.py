@@ -108,7 +108,7 @@ class SparkDemo:
 
     def _stored(self) -> int:
         with self._running.admin() as admin:
-            return admin.describe_topic(application.DELAYS).messages
+            return admin.describe_topic(application.DELAYS).messages or 0
 
     def _compare_carriers(self, expected: dict[str, Tally]) -> bool:
         rows = json.loads((self._folder / application.BY_CARRIER).read_text())

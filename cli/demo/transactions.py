@@ -153,7 +153,7 @@ class TransactionStory:
         with contextlib.closing(connect(self._path)) as connection:
             rows = Counter(flight for (flight,) in connection.execute("SELECT flight FROM booked"))
         with self._running.admin() as admin:
-            number = admin.describe_topic(TOPIC).messages
+            number = admin.describe_topic(TOPIC).messages or 0
         messages: Counter[bytes] = Counter()
         with self._running.consumer(topics=[TOPIC], idle_timeout_s=IDLE_S) as consumer:
             for batch in consumer.batches():

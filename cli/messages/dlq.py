@@ -23,6 +23,7 @@ from metamq.cli.show.output import (
     count,
     output_option,
     print_json,
+    print_line,
     print_table,
     say,
 )
@@ -120,17 +121,25 @@ def list_groups(groups: tuple[str, ...], output: str) -> None:
 def show(group: str, most: int | None, output: str, **options: Any) -> None:
     """Show the dead letters of GROUP: where each comes from, its error, and how often it was tried and sent again.
 
+    With --id it shows all of a letter, also its value, headers and whole error.
+
     \b
     metamq dlq show etl --since -1h
+    metamq dlq show etl --id 0-0:17
     metamq dlq show etl --error Timeout -o json | jq '.[].value'
     """
+    selected = _selected(options)
     with _queue(group) as queue:
-        found = list(itertools.islice(queue.letters(_selected(options)), most))
+        found = list(itertools.islice(queue.letters(selected), most))
     if output == "json":
         print_json([_letter_json(one) for one in found])
         return
     if not found:
         _report("shown", 0, group, output)
+        return
+    if selected.ids is not None:
+        for one in found:
+            _print_letter(one)
         return
     print_table(
         ["ID", "GIVEN UP", "FROM", "KEY", "ATTEMPTS", "RESENT", "ERROR"],
@@ -139,7 +148,7 @@ def show(group: str, most: int | None, output: str, **options: Any) -> None:
                 one.id,
                 _shown(one.given_up),
                 f"{one.topic}/{one.partition} at {one.offset}",
-                None if one.key is None else one.key.decode(errors="replace"),
+                None if one.key is None else " ".join(one.key.decode(errors="replace").split()),
                 one.attempts,
                 one.resent,
                 " ".join(one.error.split())[:ERROR_CHARS],
@@ -147,6 +156,23 @@ def show(group: str, most: int | None, output: str, **options: Any) -> None:
             for one in found
         ],
     )
+
+
+def _print_letter(one: DeadLetter) -> None:
+    """Prints all of a letter, its value last."""
+    lines = {
+        "Letter": one.id,
+        "Given up": _shown(one.given_up),
+        "From": f"{one.topic}/{one.partition} at {one.offset}",
+        "Attempts": one.attempts,
+        "Resent": one.resent,
+        "Key": "-" if one.key is None else one.key.decode(errors="backslashreplace"),
+        **{f"Header {name}": value.decode(errors="backslashreplace") for name, value in one.headers.items()},
+        "Error": one.error,
+    }
+    for name, value in lines.items():
+        print_line(f"{name}: {value}")
+    print_line(f"Value:\n{one.value.decode(errors='backslashreplace')}")
 
 
 @dlq.command()

@@ -48,14 +48,14 @@ class BrokerLoad:
 
 @dataclass(frozen=True, slots=True)
 class TopicLoad:
-    """One topic, over the brokers that answered."""
+    """One topic. Rates are over the brokers that answered; messages and size are None unless all of its brokers did."""
 
     topic: str
     partitions: int
     messages_s: float | None
     bytes_in_s: float | None
-    messages: int
-    size_bytes: int
+    messages: int | None
+    size_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +152,8 @@ def _topics(after: Sample, pairs: Sequence[Pair]) -> list[TopicLoad]:
             sum(config.partitions.values()),
             messages_s.get(name),
             bytes_in_s.get(name),
-            messages[name],
-            sizes[name],
+            messages[name] if config.partitions.keys() <= after.statistics.keys() else None,
+            sizes[name] if config.partitions.keys() <= after.statistics.keys() else None,
         )
         for name, config in after.topics.items()
     ]
@@ -182,7 +182,7 @@ def ordered(found: ClusterLoad, order: str) -> ClusterLoad:
     """Returns the figures with topics and groups in this order."""
     by_topic: dict[str, Callable[[TopicLoad], Any]] = {
         "rate": lambda one: (-(one.messages_s or 0), one.topic),
-        "size": lambda one: (-one.size_bytes, one.topic),
+        "size": lambda one: (-(one.size_bytes or 0), one.topic),
         "name": lambda one: one.topic,
     }
     by_group: dict[str, Callable[[GroupLoad], Any]] = {
@@ -214,8 +214,8 @@ def sections(found: ClusterLoad, order: str) -> list[Section]:
             ["TOPIC", "PARTS", "MSG/S", "IN/S", "MESSAGES", "SIZE"],
             [
                 [
-                    one.topic, one.partitions, _rate(one.messages_s), _bytes(one.bytes_in_s), one.messages,
-                    _bytes(one.size_bytes),
+                    one.topic, one.partitions, _rate(one.messages_s), _bytes(one.bytes_in_s),
+                    one.messages, _bytes(one.size_bytes),
                 ]
                 for one in found.topics
             ],

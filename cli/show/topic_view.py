@@ -91,10 +91,10 @@ def print_description(one: TopicDescription) -> None:
 def size_in_words(one: TopicDescription) -> str:
     """Describes the size of a topic, as far as its partitions are served."""
     total, live = len(one.partitions), sum(partition.live for partition in one.partitions)
+    if one.messages is None:
+        return f"{count(total, 'partition')}, none of them served at present"
     if live == total:
         return f"{count(total, 'partition')}, {count(one.messages, 'message')}"
-    if not live:
-        return f"{count(total, 'partition')}, none of them served at present"
     return f"{count(total, 'partition')}, {count(one.messages, 'message')} in the {live:,} that are served at present"
 
 

@@ -84,9 +84,10 @@ class TopicDescription:
         return self.config.topic
 
     @property
-    def messages(self) -> int:
-        """The number of messages that can be read, in the partitions that are live."""
-        return sum(partition.messages or 0 for partition in self.partitions)
+    def messages(self) -> int | None:
+        """The number of messages that can be read, in the partitions that are live; None if none is live."""
+        known = [partition.messages for partition in self.partitions if partition.messages is not None]
+        return sum(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from metamq.client.consumer.dead_letters import DeadLetters
 from metamq.client.consumer.key_order import KeyOrderTasks
 from metamq.client.consumer.listener import ListenerTasks
 from metamq.client.consumer.receivers import TaskReceiver
-from metamq.client.consumer.retrying import Order, RetryPolicy, check_order
+from metamq.client.consumer.retrying import Order, RetryPolicy, check_run
 from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
@@ -210,9 +210,10 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         The listener may be a plain function that does not block: while it runs, the loop does no other work.
         """
         self._core.check_loop_may_begin()
+        order = check_run(order, dead_letter, self._plan)
         dead_letters = DeadLetters(self._access, self._plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
-        kind = {"partition": ListenerTasks, "key": KeyOrderTasks}[check_order(order)]
+        kind = {"partition": ListenerTasks, "key": KeyOrderTasks}[order]
         tasks = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver)
         with self._one_loop.begun(asyncio.current_task) as check_loop:
             check_loop()

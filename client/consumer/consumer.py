@@ -20,7 +20,7 @@ from metamq.client.consumer.dead_letters import DeadLetters
 from metamq.client.consumer.key_order import KeyOrderPool
 from metamq.client.consumer.listener import ListenerPool
 from metamq.client.consumer.receivers import ThreadReceiver
-from metamq.client.consumer.retrying import Listener, Order, RetryPolicy, check_order
+from metamq.client.consumer.retrying import Listener, Order, RetryPolicy, check_run
 from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
@@ -301,9 +301,10 @@ class Consumer(ConsumerApi[T]):
         and the message is not done. metamq.aio.Consumer awaits its listener.
         """
         self._core.check_loop_may_begin()
+        order = check_run(order, dead_letter, self._core.plan)
         dead_letters = DeadLetters(self._access, self._core.plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
-        kind = {"partition": ListenerPool, "key": KeyOrderPool}[check_order(order)]
+        kind = {"partition": ListenerPool, "key": KeyOrderPool}[order]
         pool = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver, self._background)
         with self._one_loop.begun(threading.current_thread) as check_loop:
             check_loop()

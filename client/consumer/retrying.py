@@ -13,12 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from metamq.client.checks import awaitable_listener, check_seconds, check_whole
+from metamq.client.checks import awaitable_listener, check_seconds, check_whole, wrong_type
 from metamq.client.model import Message, message_of
+from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, DecodeError
 
 if TYPE_CHECKING:
     from metamq.client.consumer.dead_letters import DeadLetters
+    from metamq.client.fetch.consumer_options import ConsumerPlan
     from metamq.client.fetch.inbox import InFlightBatch
 
 log = logging.getLogger("metamq.client")
@@ -71,10 +73,18 @@ class RetryPolicy:
         return min(self.retry_delay_s * 2.0 ** min(failed_attempts - 1, DOUBLINGS_MAX), RETRY_DELAY_MAX_S)
 
 
-def check_order(order: Order) -> Order:
-    """Returns the order. Raises ConfigError."""
+def check_run(order: Order, dead_letter: bool, plan: ConsumerPlan) -> Order:
+    """Returns the order. Raises ConfigError, WrongType."""
     if order not in ("partition", "key"):
         raise ConfigError(f"run: `order` is {order!r}", hint="Choose 'partition' or 'key'.")
+    if not isinstance(dead_letter, bool):
+        raise wrong_type("`dead_letter`", "True or False", dead_letter)
+    if order == "key" and not plan.auto_commit and isinstance(plan.offsets, DatabaseOffsets):
+        raise ConfigError(
+            "run: in the order of keys a message cannot be committed in a transaction of the database: messages before "
+            "it may be unfinished",
+            hint="Use order='partition', or auto_commit=True.",
+        )
     return order
 
 

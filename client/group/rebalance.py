@@ -42,6 +42,7 @@ from metamq.zk.cluster.topics import TopicStore
 from metamq.zk.errors import NoNode
 from metamq.zk.groups import members
 from metamq.zk.groups.members import Member
+from metamq.zk.groups.ownership import KeptElsewhere
 from metamq.zk.names import check_consumer, check_group
 from metamq.zk.session.session import SessionState
 
@@ -288,6 +289,8 @@ class ZKLoadRebalanceListener:
             await self._round()
         except CannotStay:
             raise
+        except KeptElsewhere as error:
+            raise CannotStay(error) from None
         except Exception as error:
             self._try_again_later(error)
         else:

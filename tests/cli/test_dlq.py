@@ -40,6 +40,12 @@ def test_letters_are_listed_shown_and_exported(metamq: Metamq, group: str, topic
     assert line.endswith("ValueError (1), ConnectError (1)")
     (shown,) = metamq("dlq", "show", group, "--error", "the shop", "-o", "json").json
     assert (shown["id"], shown["topic"], shown["offset"], shown["value"]) == ("0-0:1", topic, 1, "v1")
+    whole = metamq("dlq", "show", group, "--id", "0-0:1").text
+    assert whole.startswith("Letter: 0-0:1\nGiven up: 2")
+    assert f"From: {topic}/0-0 at 1\n" in whole
+    assert "Header h: \\xff\n" in whole
+    assert "Error: ConnectError: " in whole
+    assert whole.endswith("Value:\nv1\n")
     table = metamq("dlq", "show", group, "-n", "1").text.splitlines()
     assert len(table) == 2
     assert f"{topic}/0-0 at 0" in table[1]

@@ -324,7 +324,6 @@ def test_offsets_that_are_kept_elsewhere_are_told_and_not_reset(
 ) -> None:
     admin.create_topic(topic, partitions=1, brokers=[0])
     fill(running, topic, "0-0", 3)
-    assert len(read(running, topic, 2)) == 2  # while they still were in ZooKeeper
     offsets = FileOffsets(tmp_path / "offsets.json")
     with running.consumer(group=topic, topics=[topic], offsets=offsets, idle_timeout_s=LIMIT_S) as consumer:
         next(iter(consumer))
@@ -333,10 +332,16 @@ def test_offsets_that_are_kept_elsewhere_are_told_and_not_reset(
     assert (partition.progress, partition.lag) == (1, 2), "as its last owner told"
     with pytest.raises(ConfigError, match=r"keeps its offsets of topic '.*' by FileOffsets, not in ZooKeeper"):
         admin.reset_offsets(topic, topic, "earliest")
-    assert len(read(running, topic, 1)) == 1  # moved back
+    with pytest.raises(ConfigError, match=rf"keeps its offsets of {topic}/0-0 in FileOffsets, .* in ZooKeeper"):
+        read(running, topic, 1)
+    admin.delete_group(topic)
+    assert len(read(running, topic, 2)) == 2
     (partition,) = admin.describe_group(topic).partitions
-    assert (partition.kept_by, partition.committed) == ("", 3)
-    admin.reset_offsets(topic, topic, "earliest")
+    assert (partition.kept_by, partition.committed) == ("", 2)
+    offsets = FileOffsets(tmp_path / "others.json")
+    other = running.consumer(group=topic, topics=[topic], offsets=offsets, idle_timeout_s=LIMIT_S)
+    with pytest.raises(ConfigError, match=r"in ZooKeeper, and this consumer in FileOffsets.*another group"), other:
+        next(iter(other))
 
 
 def test_an_evicted_member_ends_and_another_takes_over(

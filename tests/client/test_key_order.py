@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from metamq import Message, Rollback, TopicPartition, aio
+from metamq import DatabaseOffsets, Message, Rollback, TopicPartition, aio
 from metamq.client.consumer.key_order import SPAN_PER_HANDLER
-from metamq.errors import ConfigError
+from metamq.errors import ConfigError, WrongType
 from tests.client.idle import all_of, run_until
 from tests.parts import wait_until
 
@@ -318,6 +319,19 @@ def test_an_order_that_does_not_exist(shop: Shop, group: str) -> None:
         pytest.raises(ConfigError, match=r"`order` is 'keys'.*'partition' or"),
     ):
         consumer.run(print, order="keys")  # type: ignore[arg-type]
+    with shop.consumer(topic, group) as consumer, pytest.raises(WrongType, match="`dead_letter`"):
+        consumer.run(print, dead_letter="letters")  # type: ignore[arg-type]
+
+
+def test_the_order_of_keys_with_commits_in_a_database_is_refused(shop: Shop, group: str, tmp_path: Path) -> None:
+    """Each message would fail, and become a dead letter."""
+    offsets = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "offsets.db"))
+    asyncio.run(offsets.create_table())
+    with (
+        shop.consumer(shop.topic(), group, offsets=offsets, auto_commit=False) as consumer,
+        pytest.raises(ConfigError, match="cannot be committed in a transaction"),
+    ):
+        consumer.run(print, order="key")
 
 
 KILLED = """

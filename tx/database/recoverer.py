@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from metamq.client.background import at_once, background
-from metamq.client.checks import wrong_type
+from metamq.client.checks import check_seconds, wrong_type
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
@@ -92,7 +92,11 @@ class Recoverer:
         self._cluster = ClusterClient(session)
 
     def run(self, *, every_s: float = 5.0) -> None:
-        """Repeats run_once() until close() or Ctrl-C. Logs the error of a pass, and continues with the next pass."""
+        """Repeats run_once() until close() or Ctrl-C. Logs the error of a pass, and continues with the next pass.
+
+        Raises WrongType or ConfigError for a wrong `every_s`.
+        """
+        check_seconds("every_s", every_s, optional=False)
         while not self._stop.is_set():
             try:
                 self.run_once()

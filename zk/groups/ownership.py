@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from metamq.errors import OwnershipLost
+from metamq.errors import ConfigError, OwnershipLost
 from metamq.zk.documents import number, read_document, skip_unreadable, text
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
 from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, Op, SetData
@@ -109,13 +109,15 @@ async def claim(
     """Claims the partition if no other session owns it. On NotYet, `freed` is called once when it may be free.
 
     Takes over a node of our own session, which is from a claim whose answer was lost. Raises ConnectionLost: the claim
-    may then exist, so claim again.
+    may then exist, so claim again. Raises KeptElsewhere.
     """
     owner_path = session.paths.owner(group, *tp)
     offset_path = session.paths.offset(group, *tp)
     left_behind: Node | None = None
     while True:
         stored = await read_offset(session, group, tp)
+        if stored is not None:
+            _check_storage(group, tp, topic_id, stored[0], kept_by)
         record = replace(_next_record(stored[0] if stored else None, consumer_id), kept_by=kept_by)
         operations: list[Op] = []
         if left_behind is not None:
@@ -138,6 +140,21 @@ async def claim(
             continue
         version = stored[1] + 1 if stored else 0
         return Ownership(group, tp, topic_id, consumer_id, record.generation, version, record.committed, kept_by)
+
+
+class KeptElsewhere(ConfigError):
+    """The group keeps its offsets in another storage: a member with its own would read everything again."""
+
+
+def _check_storage(group: str, tp: TopicPartition, topic_id: str, record: OffsetRecord, kept_by: str) -> None:
+    place = record.published if record.kept_by else record.committed
+    if record.kept_by == kept_by or place is None or place.topic_id != topic_id:
+        return
+    raise KeptElsewhere(
+        f"group {group!r} keeps its offsets of {tp} in {record.kept_by or 'ZooKeeper'}, and this consumer in "
+        f"{kept_by or 'ZooKeeper'}",
+        hint="Give it the same `offsets=`, or another group. After `metamq group delete` the group begins again.",
+    )
 
 
 async def prepare(session: Session, group: str, topic: str) -> None:
