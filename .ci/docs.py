@@ -29,7 +29,7 @@ NAV = {
         "console",
     ],
     "In production": [
-        "in-production", "operating", "security", "monitoring", "replication", "runbook", "releases",
+        "in-production", "operating", "kubernetes", "security", "monitoring", "replication", "runbook", "releases",
     ],
     "Coming from": ["coming-from-kafka", "coming-from-rocketmq", "coming-from-celery"],
     "Explanation": [

@@ -104,7 +104,7 @@ class Shop:
         """What readers of a topic find."""
         with self.cluster.admin() as admin:
             wait_until(lambda: all(p.messages is not None for p in admin.describe_topic(topic).partitions), what="it")
-            total = admin.describe_topic(topic).messages
+            total = admin.describe_topic(topic).messages or 0
         found: list[bytes] = []
         with self.cluster.consumer(topics=[topic], idle_timeout_s=60) as consumer:
             batches = consumer.batches()
