@@ -15,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
+FIXED_TIME = "1767225600"
+"""2026-01-01 UTC, for archives without a commit."""
 SKIPPED = shutil.ignore_patterns(
     ".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "site", "*.egg-info", "metamq-data"
 )
@@ -30,6 +32,7 @@ def main() -> None:
         run("-m", "build", "--outdir", DIST, copy)  # the wheel from the source archive
         for project in sorted((copy / "integrations").iterdir()):
             run("-m", "build", "--wheel", "--outdir", DIST, project)
+        os.environ["SOURCE_DATE_EPOCH"] = FIXED_TIME  # its version is ZooKeeper's, so it is the same in all releases
         run(ROOT / "packages" / "zookeeper" / "build.py", DIST)
     run("-m", "twine", "check", "--strict", *sorted(DIST.iterdir()))
     print(*sorted(path.name for path in DIST.iterdir()), sep="\n")
@@ -38,7 +41,7 @@ def main() -> None:
 def commit_time() -> str:
     """Returns the time of the commit, for the times in the archives; a fixed one without git."""
     told = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return told.stdout.strip() or "1767225600"
+    return told.stdout.strip() or FIXED_TIME
 
 
 def run(*arguments: str | Path) -> None:
