@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import select
 import subprocess
 import sys
@@ -45,9 +46,7 @@ def url_of(port: int) -> str:
 
 
 @contextlib.contextmanager
-def console_of(
-    zookeeper: str, port: int, log_path: Path, signals: StopSignals, *, secure: bool
-) -> Iterator[str | None]:
+def console_of(zookeeper: str, port: int, log_path: Path, signals: StopSignals) -> Iterator[str | None]:
     """Runs the console for a `with` block. Yields its address; None without one, as for port -1.
 
     In a secure cluster its visitors log in: other users of this machine have no rights. A console that does not start
@@ -57,7 +56,7 @@ def console_of(
         yield None
         return
     command = ["console", "--port", str(port), "-o", "json", "--with-parent", "--zookeeper", zookeeper]
-    if secure:
+    if os.environ.get("METAMQ_SECURITY_DIR"):
         command.append("--login")
     with (
         log_path.open("ab") as log,

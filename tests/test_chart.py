@@ -91,8 +91,8 @@ def test_a_broker_takes_its_settings(variant: str, tmp_path: Path) -> None:
     assert arguments == ["broker"]
     code = (
         "from metamq.broker.config import BrokerConfig; from metamq.client.settings import load, zookeeper_servers\n"
-        "c = load(BrokerConfig, 'broker', arguments={}); print(c.id, c.replica, c.advertise, c.failover, c.group_lag_s, "
-        "c.answer_memory_bytes, c.console_url or '-', zookeeper_servers(None, None))"
+        "c = load(BrokerConfig, 'broker', arguments={}); print(c.id, c.replica, c.advertise, c.failover, "
+        "c.group_lag_s, c.answer_memory_bytes, c.console_url or '-', zookeeper_servers(None, None))"
     )
     environment = {**unset(os.environ), **variables}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

@@ -6,9 +6,9 @@
     /meta/brokers/topics-pub|topics-sub/<topic>/<broker id>-m|-s<replica>      ephemeral.
     /meta/config/topics/<topic>                                                persistent.
     /meta/config/topic-defaults                                                persistent.
-    /meta/security/users, rights                                               persistent.
+    /meta/security/users, rights, quotas, delegations, owner-key               persistent.
     /meta/consumers/<group>/ids/<consumer>                                     ephemeral.
-    /meta/consumers/<group>/plan                                               persistent.
+    /meta/consumers/<group>/plan, settled                                      persistent.
     /meta/consumers/<group>/owners/<topic>/<partition>                         ephemeral.
     /meta/consumers/<group>/offsets/<topic>/<partition>                        persistent.
     /meta/spark/<sink>/<batch id>                                              persistent.

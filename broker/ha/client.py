@@ -83,8 +83,7 @@ class HAClient:
         """
         self.state = HAState.READY
         self.epoch = 0
-        self.received_bytes = 0
-        """Bytes of logs received since this replica became a slave."""
+        self.received_bytes = 0  # of logs, since this replica became a slave
         self._registration = registration
         self._topics = topics
         self._flusher = flusher
@@ -97,22 +96,19 @@ class HAClient:
         self._gave_up = gave_up
         self._was_master = master_of_epoch(known_epoch()) == registration().replica % CLASSES
         """True until all logs follow the next master: this replica was the last one."""
-        self._given_up: list[GivenUp] = []
-        """One for each log that was cut since the last report."""
+        self._given_up: list[GivenUp] = []  # one for each log that was cut since the last report
         self._heard_at: float | None = None
         """The time of the last frame on the former link, on the clock of the loop, time.monotonic()."""
         self._noticed = changed
         self.full = full
         self._failed = failed
-        self.master: BrokerAddress | None = None
-        """The master to follow, or None."""
+        self.master: BrokerAddress | None = None  # to follow
         self.readable: set[Partition] = set()
         """Partitions that have held all stable messages at some time on a link. They may be offered to readers."""
         self._changed = asyncio.Event()
         self._is_leaving = False
         self.attempts = LinkAttempts()
-        self.refusals = 0
-        """Connections in a row that the master's address has refused since the last link."""
+        self.refusals = 0  # connections in a row that the master's address has refused since the last link
         self._link: SlaveLink | None = None
         self._log_once = LogOnce()
         self._damaged: OffsetsEntry | None = None

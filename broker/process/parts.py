@@ -55,6 +55,31 @@ class BrokerParts:
     door: FrontDoor
 
 
+def _scrubber(topics: Topics, config: BrokerConfig, read_role: ReplicaReadRole, housekeeping: Housekeeping) -> Scrubber:
+    """Makes the scrubber, which starts a thread; after an error it ends those of the housekeeping."""
+    try:
+        return Scrubber(topics, config, read_role.found_damage)
+    except BaseException:
+        housekeeping.close()
+        raise
+
+
+def _follow_rights(users: KnownUsers, door: FrontDoor) -> None:
+    """Tells the connections that rights or tokens have changed."""
+
+    async def rights_changed() -> None:
+        for connection in list(door.connections):  # new ones have the new rules already
+            connection.rights_changed()
+            await asyncio.sleep(0)
+
+    async def tokens_changed() -> None:
+        for connection in [one for one in door.connections if one.has_token]:
+            connection.rights_changed()
+
+    users.when_rights_change(rights_changed)
+    users.when_tokens_change(tokens_changed)
+
+
 def make_parts(
     config: BrokerConfig,
     folder: DataFolder,
@@ -84,11 +109,7 @@ def make_parts(
     )
     housekeeping = Housekeeping(topics, folder, status, transactions, flusher, config, failed)
     read_role = ReplicaReadRole(status, topics, config.far_behind_bytes)
-    try:
-        scrubber = Scrubber(topics, config, read_role.found_damage)
-    except BaseException:
-        housekeeping.close()
-        raise
+    scrubber = _scrubber(topics, config, read_role, housekeeping)
     stats = StatsProcessor(
         status, folder, topics, ids, counters,
         replication=keeper.statistics, transactions=lambda: transactions.figures, scrub=scrubber.statistics,
@@ -112,18 +133,7 @@ def make_parts(
         RequestMemory(config.request_memory_bytes), AnswerMemory(config.answer_memory_bytes),
         Timeouts(config.unread_timeout_s, config.idle_timeout_s), lambda: greeting(config.id, ids.epoch), users,
     )  # fmt: skip
-
-    async def rights_changed() -> None:
-        for connection in list(door.connections):  # new ones have the new rules already
-            connection.rights_changed()
-            await asyncio.sleep(0)
-
-    async def tokens_changed() -> None:
-        for connection in [one for one in door.connections if one.has_token]:
-            connection.rights_changed()
-
-    users.when_rights_change(rights_changed)
-    users.when_tokens_change(tokens_changed)
+    _follow_rights(users, door)
     lags = GroupLagReader(session, topics, status, config)
     return BrokerParts(status, transactions, keeper, housekeeping, scrubber, lags, stats, door)
 

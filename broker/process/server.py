@@ -139,25 +139,7 @@ class Broker:
         except BaseException:
             await self._abandon()
             raise
-        parts = self._parts
-        work: tuple[Callable[[], Awaitable[None]], ...] = (
-            self._flusher.run,
-            parts.housekeeping.watch_disk,
-            parts.housekeeping.run,
-            parts.scrubber.run,
-            parts.scrubber.run_reports,
-            parts.lags.run,
-            self._topics.run_removals,
-            self._follow_topics,
-            parts.keeper.run,
-            parts.keeper.tick,
-            parts.transactions.run,
-            Followers(config.id, self._session, parts.transactions, config.branch_grace_ms / 1000).run,
-            self._beats,
-            self._sweeps,
-            self._users.run,
-        )
-        self._tasks = [asyncio.ensure_future(job()) for job in work]
+        self._tasks = [asyncio.ensure_future(job()) for job in self._work()]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
         self._ready_reason = ""
@@ -458,6 +440,17 @@ class Broker:
         self._folder.close(clean=clean)
         self._audit.close()
         log.info("broker %d has stopped", self.config.id)
+
+    def _work(self) -> tuple[Callable[[], Awaitable[None]], ...]:
+        """Returns the coroutine functions that run until the stop."""
+        config, parts = self.config, self._parts
+        return (
+            self._flusher.run, parts.housekeeping.watch_disk, parts.housekeeping.run, parts.scrubber.run,
+            parts.scrubber.run_reports, parts.lags.run, self._topics.run_removals, self._follow_topics,
+            parts.keeper.run, parts.keeper.tick, parts.transactions.run,
+            Followers(config.id, self._session, parts.transactions, config.branch_grace_ms / 1000).run,
+            self._beats, self._sweeps, self._users.run,
+        )  # fmt: skip
 
     async def _drain(self) -> None:
         """Answers the unanswered requests and flushes, up to the drain time-out."""

@@ -32,6 +32,7 @@ from metamq.zk.server.jars import find_jars
 
 if TYPE_CHECKING:
     from metamq.broker.process.server import Broker
+    from metamq.zk.server.ensemble import Ensemble
 
 POLL_S = 0.2
 SECONDS = Parsed("time", lambda text: parse_ms(text) / 1000)
@@ -273,19 +274,8 @@ def zookeeper(
     """
     from metamq.security.exposure import EXPOSED_HINT, exposure, is_exposed
     from metamq.zk.server.embedded import EmbeddedZooKeeper
-    from metamq.zk.server.ensemble import Ensemble
 
-    if (number is None) if servers else (number or 1) > 1:
-        raise ConfigError(
-            "--ensemble and --id belong together", hint="Give both, as in --id 1 --ensemble zk1,zk2,zk3, or neither."
-        )
-    ensemble = Ensemble.parse(number, servers) if number is not None and servers else None
-    if (
-        ensemble is not None
-        and host == "127.0.0.1"
-        and any(not one.startswith(("127.0.0.1:", "localhost:")) for one in ensemble.servers)
-    ):
-        say("Clients on other machines cannot connect to this server: give --host 0.0.0.0, or the machine's address.")
+    ensemble = _ensemble(number, servers, host)
     restrict_process()
     security = security_config(None, current().config)
     if fetch_jars:
@@ -301,17 +291,39 @@ def zookeeper(
             security=security,
             check=signals.check,
         ) as server:
-            if output == "json":
-                print_json_line({"zookeeper": server.address})
-            else:
-                name = "ZooKeeper" if ensemble is None else f"Server {ensemble.number} of ZooKeeper's ensemble"
-                say(f"{name} serves at {server.address}. Ctrl-C stops it.")
+            _announce(server.address, ensemble, output)
             if not security.is_on and is_exposed(host):
                 say(f"Warning: {exposure(host, server.port)}. {EXPOSED_HINT}")
             while not signals.wait(POLL_S):
                 server.check_running()
                 server.renew()
     return 0
+
+
+def _announce(address: str, ensemble: Ensemble | None, output: str) -> None:
+    if output == "json":
+        print_json_line({"zookeeper": address})
+        return
+    name = "ZooKeeper" if ensemble is None else f"Server {ensemble.number} of ZooKeeper's ensemble"
+    say(f"{name} serves at {address}. Ctrl-C stops it.")
+
+
+def _ensemble(number: int | None, servers: str | None, host: str) -> Ensemble | None:
+    """Returns the ensemble of the options; None for a single server. Raises ConfigError."""
+    from metamq.zk.server.ensemble import Ensemble
+
+    if (number is None) if servers else (number or 1) > 1:
+        raise ConfigError(
+            "--ensemble and --id belong together", hint="Give both, as in --id 1 --ensemble zk1,zk2,zk3, or neither."
+        )
+    ensemble = Ensemble.parse(number, servers) if number is not None and servers else None
+    if (
+        ensemble is not None
+        and host == "127.0.0.1"
+        and any(not one.startswith(("127.0.0.1:", "localhost:")) for one in ensemble.servers)
+    ):
+        say("Clients on other machines cannot connect to this server: give --host 0.0.0.0, or the machine's address.")
+    return ensemble
 
 
 def _fetch_jars(output: str) -> int:

@@ -115,14 +115,11 @@ def up(
     metamq up --ephemeral --slaves 0
     metamq up --data ./other --port 2182
     """
-    if ephemeral and data is not None:
-        raise click.UsageError("--ephemeral deletes the data, --data keeps it in a folder: give one of them")
-    if current().zookeeper:
-        raise click.UsageError("`metamq up` starts a ZooKeeper of its own: use `metamq broker` with --zookeeper")
+    _check_options(data, ephemeral)
     restrict_process()
     port_of_console = choose_port(console_port)
-    # A wrong setting raises before anything starts.
-    settings = load(BrokerConfig, "broker", file=current().config, arguments={})
+    ports, url = (broker_port, http_port), url_of(port_of_console)
+    settings = load(BrokerConfig, "broker", file=current().config, arguments={})  # raises before anything starts
     with StopSignals() as signals:
         try:
             find_java_and_jars(signals, secure=secure)
@@ -131,34 +128,31 @@ def up(
                 _locked(folder, signals) as lock,
                 _security(folder, secure),
                 _zookeeper(folder, ephemeral, port, zookeeper_memory_bytes, signals) as server,
-                _replicas(
-                    server.address,
-                    settings,
-                    folder,
-                    slaves,
-                    (broker_port, http_port),
-                    url_of(port_of_console),
-                    lock,
-                    signals,
-                ) as replicas,
-                console_of(
-                    server.address,
-                    port_of_console,
-                    folder / "console.log",
-                    signals,
-                    secure=bool(os.environ.get(VARIABLES[0])),
-                ) as console,
+                _replicas(server.address, settings, folder, slaves, ports, url, lock, signals) as replicas,
+                console_of(server.address, port_of_console, folder / "console.log", signals) as console,
             ):
                 _print_addresses(server.address, replicas, console, folder, ephemeral, output)
-                while not signals.wait(POLL_S):
-                    server.check_running()
-                    server.renew()
-                    replicas.check_running()
-                say("Stopping.")
-                replicas.end()
+                _wait(signals, server, replicas)
         except Stopped:
             say("Stopping.")
     return 0
+
+
+def _check_options(data: str | None, ephemeral: bool) -> None:
+    if ephemeral and data is not None:
+        raise click.UsageError("--ephemeral deletes the data, --data keeps it in a folder: give one of them")
+    if current().zookeeper:
+        raise click.UsageError("`metamq up` starts a ZooKeeper of its own: use `metamq broker` with --zookeeper")
+
+
+def _wait(signals: StopSignals, server: EmbeddedZooKeeper, replicas: Replicas) -> None:
+    """Watches the processes until the command is stopped, then ends the replicas."""
+    while not signals.wait(POLL_S):
+        server.check_running()
+        server.renew()
+        replicas.check_running()
+    say("Stopping.")
+    replicas.end()
 
 
 def _print_addresses(

@@ -52,6 +52,47 @@ def parse_header(text: str) -> tuple[str, bytes]:
     return name, os.fsencode(value)
 
 
+def _send(
+    sender: InputSender, producer: Producer[bytes], values: Sequence[str], file: IO[bytes] | None, interrupt: Interrupt
+) -> None:
+    """Sends the values, or the input. Says what is stored if that ends with an error."""
+    try:
+        if values:
+            sender.send([os.fsencode(value) for value in values])
+        else:
+            sender.send_all(file or sys.stdin.buffer, interrupt)
+        sender.finish()
+    except KeyboardInterrupt:
+        with contextlib.suppress(MetamqError):
+            producer.close(timeout=0)
+        say(sender.given_up())
+        raise
+    except MetamqError:
+        say(f"{count(sender.stored(), 'message')} of the input stored, then:")
+        raise
+
+
+def _check_options(
+    values: Sequence[str],
+    file: IO[bytes] | None,
+    key: str | None,
+    key_separator: bytes | None,
+    delimiter: bytes,
+    records: bool,
+    headers: Sequence[tuple[str, bytes]],
+) -> None:
+    if key is not None and key_separator is not None:
+        raise click.UsageError(
+            "--key gives every message a key, --key-separator finds one in each line: give one of them"
+        )
+    if values and file is not None:
+        raise click.UsageError("give VALUEs or --file, not both")
+    if not delimiter or key_separator == b"":
+        raise click.UsageError("an empty text separates nothing: give --delimiter and --key-separator a character")
+    if records and (key is not None or key_separator is not None or headers):
+        raise click.UsageError("--json has the key and the headers in each record: omit --key, -K and --header")
+
+
 @click.command(cls=CliCommand)
 @click.argument("topic", type=TOPIC)
 @click.argument("values", nargs=-1, metavar="[VALUE]...")
@@ -127,16 +168,7 @@ def produce(
     metamq consume flights -e -o json | metamq produce copy --json
     metamq produce flights hello -o json | jq '.stored[0].offset'
     """  # fmt: skip
-    if key is not None and key_separator is not None:
-        raise click.UsageError(
-            "--key gives every message a key, --key-separator finds one in each line: give one of them"
-        )
-    if values and file is not None:
-        raise click.UsageError("give VALUEs or --file, not both")
-    if not delimiter or key_separator == b"":
-        raise click.UsageError("an empty text separates nothing: give --delimiter and --key-separator a character")
-    if records and (key is not None or key_separator is not None or headers):
-        raise click.UsageError("--json has the key and the headers in each record: omit --key, -K and --header")
+    _check_options(values, file, key, key_separator, delimiter, records, headers)
     # The error that ends the command says the same.
     logging.getLogger("metamq.client").setLevel(max(logging.ERROR, logging.getLogger("metamq").level))
     from metamq import Producer
@@ -150,20 +182,7 @@ def produce(
             producer, topic, _bytes(key), key_separator, dict(headers) or None, partition, delimiter, records,
             notes_places=output == "json",
         )  # fmt: skip
-        try:
-            if values:
-                sender.send([os.fsencode(value) for value in values])
-            else:
-                sender.send_all(file or sys.stdin.buffer, interrupt)
-            sender.finish()
-        except KeyboardInterrupt:
-            with contextlib.suppress(MetamqError):
-                producer.close(timeout=0)
-            say(sender.given_up())
-            raise
-        except MetamqError:
-            say(f"{count(sender.stored(), 'message')} of the input stored, then:")
-            raise
+        _send(sender, producer, values, file, interrupt)
     sender.report(output)
     return INTERRUPTED if interrupt.asked else 0
 

@@ -122,8 +122,7 @@ def consumer_plan(
     names = (topics,) if isinstance(topics, str) else tuple(dict.fromkeys(topics))
     if not names:
         raise ConfigError("a consumer needs a topic", hint='Give topics=["name"].')
-    for name in names:
-        check_topic(name)
+    list(map(check_topic, names))
     if group is not None:
         check_group(group)
     if not is_start(start):

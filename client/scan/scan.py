@@ -10,8 +10,9 @@ Only masters say where a range ends: a slave may have less, and the scan would e
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from metamq.client.checks import check_seconds, is_whole, partition_of, wrong_type
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from metamq.client.scan.typed_values import TypedValues
+    from metamq.client.settings import ClusterAccess
     from metamq.security.config import SecurityConfig
     from metamq.wire.commands import OffsetsResult
     from metamq.zk.cluster.topics import TopicConfig
@@ -87,25 +89,42 @@ def scan(
     schema = _schema(columns)
     typed = topics if isinstance(topics, Topic) else None
     names = _topic_names(topics.name if isinstance(topics, Topic) else topics)
-    if decode not in (None, "schema") or (decode is not None and (len(names) != 1 or typed is not None)):
-        hint = "Give decode='schema' with the name of one topic, or a Topic alone."
-        raise ConfigError(f"`decode` is {decode!r}", hint=hint)
-    values = None
+    _check_decode(decode, names, typed)
     _check_bound("start", start)
     _check_bound("end", end)
     _check_choice("on_data_loss", on_data_loss, ("fail", "earliest"))
     _check_choice("read_from", read_from, ("any", "master"))
     check_seconds("timeout_s", timeout_s, optional=False)
     access = cluster_access(zookeeper, root, config, security)
-    deadline = time.monotonic() + timeout_s
+    values_of = None if typed is None and decode is None else partial(_typed_values, typed, names[0])
     may_skip, with_slaves = on_data_loss == "earliest", read_from == "any"
+    tasks, values = _planned(
+        access, names, start, end, values_of, may_skip=may_skip, with_slaves=with_slaves, timeout_s=timeout_s
+    )
+    return Scan(tasks, schema, values)
+
+
+def _planned(
+    access: ClusterAccess,
+    names: Collection[str],
+    start: Bound,
+    end: Bound,
+    values_of: Callable[[TopicConfig], TypedValues] | None,
+    *,
+    may_skip: bool,
+    with_slaves: bool,
+    timeout_s: float,
+) -> tuple[list[FetchTask], TypedValues | None]:
+    """Returns a task for each partition, and the reader of typed values."""
+    deadline = time.monotonic() + timeout_s
+    values = None
     with ClusterView(access) as view:
         partitions: Topics = {}
         for name in names:
             found = view.topic(name)
             partitions |= dict.fromkeys(found.topic_partitions, found.id)
-            if typed is not None or decode is not None:
-                values = _typed_values(typed, name, found)
+            if values_of is not None:
+                values = values_of(found)
         starts = _offsets(view, partitions, "start", start, "earliest", deadline, may_skip=may_skip)
         ends = _offsets(view, partitions, "end", end, "latest", deadline, may_skip=may_skip)
         replicas = view.replicas(partitions, with_slaves=with_slaves)
@@ -124,7 +143,7 @@ def scan(
         )
         for tp, topic_id in partitions.items()
     ]
-    return Scan(tasks, schema, values)
+    return tasks, values
 
 
 class Scan:
@@ -174,6 +193,12 @@ class Scan:
         topics = ", ".join(dict.fromkeys(task.wanted.tp.topic for task in self._tasks))
         messages = sum(task.wanted.size for task in self._tasks)
         return f"<Scan of {topics}: {messages:,} messages, columns {', '.join(self.schema.names)}>"
+
+
+def _check_decode(decode: str | None, names: Collection[str], typed: Topic[Any] | None) -> None:
+    if decode not in (None, "schema") or (decode is not None and (len(names) != 1 or typed is not None)):
+        hint = "Give decode='schema' with the name of one topic, or a Topic alone."
+        raise ConfigError(f"`decode` is {decode!r}", hint=hint)
 
 
 def _typed_values(typed: Topic[Any] | None, name: str, config: TopicConfig) -> TypedValues:
