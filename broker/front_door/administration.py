@@ -27,6 +27,7 @@ from metamq.security.rights import ALTER, CREATE, DELETE
 from metamq.wire import sync
 from metamq.wire.commands import Delegate, Delegated, DelegatedRight, Promote, Promoted, TopicChange, TopicChanged
 from metamq.wire.headers import unpack
+from metamq.zk.cluster.schemas import SCHEMAS_BYTES_MAX
 from metamq.zk.cluster.topics import NEW
 from metamq.zk.names import check_topic
 from metamq.zk.security.delegations import DELEGATIONS
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("metamq.broker")
 
-DOCUMENT_BYTES_MAX = 64 * 1024
+DOCUMENT_BYTES_MAX = 64 * 1024 + 2 * SCHEMAS_BYTES_MAX
+"""Bytes of a topic's document. Its schemas may be twice as long there, with escapes for quotes."""
 CHANGES_MAX = 8
 SHOWN_MAX = 10
 """Rights of a token that the audit log shows."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import metamq
 from metamq import aio, testing
 from metamq.broker.front_door.administration import CHANGES_MAX, DOCUMENT_BYTES_MAX
-from metamq.errors import ConfigError, ServerBusy
+from metamq.errors import ConfigError, NotAuthorized, ServerBusy
 from metamq.security.certificates import Authority
 from metamq.testing import Cluster
 from metamq.wire import status
 from metamq.wire.commands import Command, TopicChange
 from metamq.wire.status import decode_error
+from metamq.zk.cluster.schemas import SCHEMAS_BYTES_MAX, Schema
 from metamq.zk.cluster.topics import NEW, TopicConfig, to_json
 from tests.one_zookeeper import cluster
 from tests.parts import wait_until
@@ -63,7 +67,32 @@ def test_a_large_document_is_refused(audited: tuple[Cluster, Path], authority: A
     with RawClient(running, authority, "admin") as client:
         error = client.error(Command.TOPIC, TopicChange("large", bytes(DOCUMENT_BYTES_MAX + 1), NEW))
         assert isinstance(error, ConfigError)
-        assert "take more than 65,536 bytes" in str(error)
+        assert f"take more than {DOCUMENT_BYTES_MAX:,} bytes" in str(error)
+
+
+def test_a_user_registers_schemas_up_to_their_limit(authority: Authority, name: str) -> None:
+    fields = [{"name": f"field_{number}", "type": "int"} for number in range(6000)]
+    definition = json.dumps({"type": "record", "name": "Large", "fields": fields})
+    assert SCHEMAS_BYTES_MAX * 0.8 < len(definition) < SCHEMAS_BYTES_MAX
+    with testing.cluster(security=secured(authority.folder)) as running:
+        running.create_topic("large", partitions=1)
+        with running.admin() as admin:
+            admin.add_rules("allow", name, "alter", "topic:large")
+        with metamq.Admin(running.zookeeper, security=client_of(authority.folder, name)) as admin:
+            assert registered(admin, Schema("avro", definition)) == 1
+
+
+def registered(admin: metamq.Admin, schema: Schema) -> int:
+    """The version of the schema, once the broker knows the rule."""
+    found: list[int] = []
+
+    def is_registered() -> bool:
+        with contextlib.suppress(NotAuthorized):
+            found.append(admin.register_schema("large", schema))
+        return bool(found)
+
+    wait_until(is_registered, what="the rule")
+    return found[0]
 
 
 def test_more_changes_at_a_time_than_a_broker_makes_are_all_made(authority: Authority, name: str) -> None:
