@@ -59,7 +59,7 @@ def console(port: int, with_parent: bool, allow_changes: bool, output: str, **op
     \b
     metamq console
     metamq console --port 0 -o json
-    metamq console --host 0.0.0.0 --name console.example.org --certificate c.pem --key k.pem
+    metamq console --host 0.0.0.0 --certificate c.pem --key k.pem
     """  # fmt: skip
     try:
         from metamq.console.app import HOSTS, ConsoleRules, make_server
