@@ -150,6 +150,7 @@ def test_up_is_secure_and_stays_so(process: Callable[..., subprocess.Popen[bytes
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(told["console"], timeout=SLOW_S)
         assert refused.value.code == 401
+        refused.value.close()
         security = SecurityConfig(dir=str(tmp_path / "security"), role="admin")
         with Producer(address, security=security) as producer:
             assert producer is not None

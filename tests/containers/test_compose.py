@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -86,19 +85,20 @@ def test_the_console_shows_the_cluster_to_a_user_with_a_password(composition: Co
     with urllib.request.urlopen(status, timeout=60) as page:
         (console,) = re.findall(r'href="(http://[^"]+)"', page.read().decode())
     wait_until(lambda: composition.check_health("console"), what="the console")
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"{console}brokers", timeout=60)
     login = {"Authorization": f"Basic {b64encode(b'anna:a password').decode()}"}
 
-    def shown() -> str:
-        with (
-            contextlib.suppress(urllib.error.HTTPError),  # until the broker knows the user
-            urllib.request.urlopen(urllib.request.Request(f"{console}brokers", headers=login), timeout=60) as page,
-        ):
-            return str(page.read().decode())
-        return ""
+    def shown(**headers: str) -> tuple[int, str]:
+        request = urllib.request.Request(f"{console}brokers", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as page:
+                return page.status, page.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, ""
 
-    wait_until(lambda: "master" in shown(), what="the user and its rule at the brokers")
+    assert shown() == (401, "")
+    # until the broker knows the user and its rule
+    wait_until(lambda: "master" in shown(**login)[1], what="the brokers' roles on the page")
 
 
 def test_the_health_check_follows_the_broker(composition: Composition) -> None:
