@@ -46,15 +46,7 @@ from metamq.security.tls import principal_of
 from metamq.wire import status, sync
 from metamq.wire.addresses import are_near
 from metamq.wire.commands import Command, Delay, GetResult
-from metamq.wire.connection import (
-    AT_WORK,
-    PUSHED,
-    ConnectionState,
-    Greeted,
-    LoginStep,
-    Request,
-    ServerConnection,
-)
+from metamq.wire.connection import AT_WORK, PUSHED, ConnectionState, Greeted, LoginStep, Request, ServerConnection
 from metamq.wire.frames import Buffer, Packed
 
 if TYPE_CHECKING:
