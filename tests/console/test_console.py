@@ -284,6 +284,7 @@ def test_a_wrong_address_says_so(running: Running) -> None:
     assert 'href="//' not in running.ask("//evil.example/x").body
 
 
+@pytest.mark.slow
 def test_a_frozen_broker_is_shown_and_other_pages_work() -> None:
     with cluster() as one:
         one.create_topic("orders", 2)

@@ -157,6 +157,7 @@ def test_only_so_many_visitors_have_a_view(
     asyncio.run(use())
 
 
+@pytest.mark.slow
 def test_a_known_visitor_may_look_while_no_broker_answers(
     secure: Cluster, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -305,6 +305,7 @@ def is_served(client: RawClient, command: int, header: Any) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_producer_and_a_consumer(secure: Cluster, authority: Authority, name: str) -> None:
     secure.create_topic("shared", partitions=1)
     security = of(authority, name)
