@@ -333,7 +333,7 @@ def test_a_fault_of_a_page_is_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_doctor_looks_again_after_a_visit_that_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console_view, "ANSWER_S", 0.05)
-    monkeypatch.setattr(console_view, "SAMPLE_S", 0.2)
+    monkeypatch.setattr(console_view, "SAMPLE_S", 3600.0)
     visits, is_slow = count(1), threading.Event()
 
     def look(report: Callable[[Finding], None]) -> bool:
@@ -346,7 +346,8 @@ def test_the_doctor_looks_again_after_a_visit_that_took_long(monkeypatch: pytest
         assert (found.is_done, [one.detail for one in found.findings]) == (False, ["1"])
         is_slow.set()
         await until_done(view, "1")
-        await asyncio.sleep(0.3)
+        await until_done(view, "1")
+        monkeypatch.setattr(console_view, "SAMPLE_S", -1.0)  # the visit is longer ago
         await until_done(view, "2")
         view.close()
 

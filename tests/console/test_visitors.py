@@ -69,7 +69,7 @@ def shown(secure: Cluster, authority: Authority) -> Iterator[Running]:
 @pytest.mark.parametrize(
     "header",
     [
-        "", basic("reader", "wrong"), basic("nobody", PASSWORD), basic("reader", ""), basic("", PASSWORD),
+        "", basic("reader", "wrong"), basic("unknown", PASSWORD), basic("reader", ""), basic("", PASSWORD),
         "Basic ???", "Basic /w==", "Bearer x", basic("admin", PASSWORD), basic("reader\0x", PASSWORD),
     ],
 )  # fmt: skip
@@ -263,8 +263,8 @@ def test_a_form_of_another_site_is_refused(changing: Running, token: str) -> Non
 
 def test_wrong_forms_are_explained(changing: Running) -> None:
     assert changing.ask("/resend", "POST", "x" * 20_000).status == 413
-    token = form_of(changing.ask("/resend?name=nobody").body)["token"]
-    assert changing.ask("/resend", "POST", f"name=nobody&token={token}").status == 404
+    token = form_of(changing.ask("/resend?name=unknown").body)["token"]
+    assert changing.ask("/resend", "POST", f"name=unknown&token={token}").status == 404
     assert changing.ask("/topics", "POST", f"token={token}").status == 405
 
 

@@ -63,6 +63,7 @@ class dbtx(DatabaseBlock):
     async def __aenter__(self) -> Self:
         """See metamq.tx.dbtx. Also raises ConfigError if an asyncpg connection is in a transaction()."""
         await self._enter()
+        self._sends_left = 0
         return self
 
     def send(
