@@ -389,6 +389,8 @@ class InputSender:
                     why = f": {reason.removesuffix(')')}" if reason else ""
                     hint = "" if "above its quota" in reason else " `metamq doctor` shows the problem."
                     say(f"Waiting for brokers to take {count(waiting, 'message')}{why}.{hint}")
+            except MetamqError:  # the deliveries have the same errors, in order
+                return
 
     def _waiting(self) -> int:
         return sum(number for delivery, number in self._pending if not delivery.done())

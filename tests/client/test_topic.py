@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 import pydantic
@@ -406,6 +406,15 @@ class Secret(pydantic.BaseModel):
 def test_a_model_that_cannot_read_what_it_writes_is_refused(model: type[pydantic.BaseModel]) -> None:
     with pytest.raises(ConfigError, match=rf"{model.__name__} (cannot read what it writes|has a secret)"):
         Topic("orders", model)
+
+
+class Plain(pydantic.BaseModel):
+    number: Annotated[int, pydantic.PlainValidator(int)]
+
+
+def test_a_model_without_a_json_schema_can_be_sent() -> None:
+    topic = Topic("orders", Plain)
+    assert topic.decode(topic.encode(Plain(number=1))) == Plain(number=1)
 
 
 class Row(TypedDict):
