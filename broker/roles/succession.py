@@ -190,3 +190,12 @@ def pause_ms(switches_ago_ms: Sequence[int], pause_max_ms: int) -> int:
 
 def _recent(switches_ago_ms: Sequence[int]) -> list[int]:
     return [ago_ms for ago_ms in switches_ago_ms if ago_ms < FLAPPING_MS]
+
+
+def taken_over_in(former: BrokerState, state: BrokerState) -> int:
+    """The epoch in which the master of `state` took over from that of `former`; 0 if another one did in between."""
+    reigns = [reign for reign in state.reigns if reign[0] > former.epoch]
+    if not reigns:  # it replaced itself
+        return state.epoch if former.master == state.master else 0
+    epoch, master = reigns[-1]
+    return epoch if len(reigns) == 1 and master == state.master else 0

@@ -24,6 +24,7 @@ from metamq.broker.roles.succession import (
     StepDecision,
     decide,
     off_reason,
+    taken_over_in,
     why_gone,
 )
 from metamq.client.net.transport import BrokerConnection
@@ -340,15 +341,6 @@ class Successor:
             log.warning("replica %d does not take over: %s", slave.replica, error)
             return False
         return True
-
-
-def taken_over_in(former: BrokerState, state: BrokerState) -> int:
-    """The epoch in which the master of `state` took over from that of `former`; 0 if another one did in between."""
-    reigns = [reign for reign in state.reigns if reign[0] > former.epoch]
-    if not reigns:  # it replaced itself
-        return state.epoch if former.master == state.master else 0
-    epoch, master = reigns[-1]
-    return epoch if len(reigns) == 1 and master == state.master else 0
 
 
 def _member(slave: BrokerAddress) -> tuple[int, int]:

@@ -26,8 +26,7 @@ from metamq.cli.show.replica_view import RECENT_MS, Finding, damage_faults, fail
 from metamq.cli.show.topic_view import not_served, refuses_writes, size_in_words
 from metamq.cli.show.units import show_age, show_bytes
 from metamq.client.admin.admin_brokers import children
-from metamq.client.admin.admin_failover import failover_of
-from metamq.client.admin.admin_replicas import describe_broker
+from metamq.client.admin.admin_replicas import describe_broker, failover_of
 from metamq.client.admin.admin_topics import describe_topic
 from metamq.client.admin.admin_transactions import open_branches
 from metamq.client.fetch.consumer_options import ConsumerOptions

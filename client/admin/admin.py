@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, Self, Unpack
 
 from metamq.client.admin import (
     admin_brokers,
-    admin_failover,
     admin_groups,
     admin_removal,
     admin_replicas,
+    admin_schemas,
     admin_topics,
     admin_transactions,
     admin_users,
@@ -132,18 +132,18 @@ class Admin:
         Raises SchemaIncompatible, which names the field and its types, ConfigError (a wrong, recursive or too large
         schema), TopicNotFound.
         """
-        return self._call(admin_topics.register_schema, topic, schema, compatibility)
+        return self._call(admin_schemas.register_schema, topic, schema, compatibility)
 
     def check_schema(self, topic: str | Topic[Any], schema: Schema | None = None) -> None:
         """Checks a schema as register_schema() does, and registers nothing. Raises its errors."""
-        self._call(admin_topics.check_schema, topic, schema)
+        self._call(admin_schemas.check_schema, topic, schema)
 
     def load_schemas(self, topic: str | Topic[Any]) -> TopicSchemas:
         """Returns the registered schemas; `versions[0]` is version 1. Raises TopicNotFound.
 
         A Topic of Avro learns them, and can then read messages of all these versions.
         """
-        return self._call(admin_topics.load_schemas, topic)
+        return self._call(admin_schemas.load_schemas, topic)
 
     def alter(
         self,
@@ -266,7 +266,7 @@ class Admin:
 
     def failover(self, broker_id: int) -> Failover:
         """Returns the failover of a broker id: its mode, and the last switches. Raises ConfigError."""
-        return self._call(admin_failover.failover_of, broker_id)
+        return self._call(admin_replicas.failover_of, broker_id)
 
     def set_failover(
         self, broker_id: int, *, mode: str | None = None, paused: bool | None = None, preferred: int | None = None
@@ -280,7 +280,7 @@ class Admin:
 
         Raises ConfigError for an unknown broker id or a wrong value.
         """
-        return self._call(admin_failover.set_failover, broker_id, mode, paused, preferred)
+        return self._call(admin_replicas.set_failover, broker_id, mode, paused, preferred)
 
     def users(self) -> list[str]:
         """Returns the names of the users who log in by password, in order."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from metamq.client.admin.admin_topics import until_connected
-from metamq.client.net.first_contact import OwnCluster
+from metamq.client.net.first_contact import OwnCluster, until_connected
 from metamq.zk.cluster.cluster_nodes import export_cluster
 
 if TYPE_CHECKING:

@@ -11,20 +11,18 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from metamq.client.admin.admin_brokers import ask_offsets, children, sizes_on_disk
 from metamq.client.admin.admin_model import PartitionDescription, TopicDescription, TopicSettings
 from metamq.client.checks import check_seconds, is_whole, wrong_type
-from metamq.client.schemas.compatibility import check_compatible, without_layout
-from metamq.client.schemas.topic import Topic
+from metamq.client.net.first_contact import until_connected
 from metamq.client.settings import unknown
 from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError, NotAuthorized, Timeout, TopicExists
 from metamq.wire.commands import LATEST
 from metamq.zk.cluster.brokers import live_brokers, read_state
 from metamq.zk.cluster.offers import offered_partitions
 from metamq.zk.cluster.replicas import slaves_of
-from metamq.zk.cluster.schemas import Schema
 from metamq.zk.cluster.topic_defaults import read_defaults, write_defaults
 from metamq.zk.cluster.topics import PARTITIONS_MAX, TopicConfig, spread_partitions
 from metamq.zk.errors import ConnectionLost, NoNode, NotEmpty
@@ -34,7 +32,6 @@ from metamq.zk.paths import master_offer
 
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient
-    from metamq.zk.cluster.schemas import Compatibility, TopicSchemas
     from metamq.zk.partitions import TopicPartition
     from metamq.zk.session.session import Session
 
@@ -42,7 +39,6 @@ log = logging.getLogger("metamq.client")
 
 LOOK_AGAIN_S = 0.02
 LOOK_AGAIN_S_MAX = 0.5
-RECONNECT_TIMEOUT_S = 10.0
 OFFER_KINDS = ("topics-pub", "topics-sub")
 
 
@@ -79,19 +75,6 @@ async def _served_already(cluster: ClusterClient, config: TopicConfig, exist_ok:
         raise TopicExists(config.topic)
     await _wait_served(cluster, config, timeout_s, reachable_only=True)
     return config
-
-
-async def until_connected(session: Session) -> None:
-    """Waits while the session reconnects. Raises ConnectError after RECONNECT_TIMEOUT_S."""
-    try:
-        async with asyncio.timeout(RECONNECT_TIMEOUT_S):
-            await session.connected()
-    except TimeoutError:
-        raise ConnectError(
-            f"ZooKeeper at {session.servers}",
-            f"it has not answered for {RECONNECT_TIMEOUT_S:g} s",
-            hint="Check that it runs: `metamq doctor`.",
-        ) from None
 
 
 async def _create(cluster: ClusterClient, config: TopicConfig) -> None:
@@ -143,55 +126,6 @@ async def alter_topic(
     if partitions is not None:
         await _wait_served(cluster, config, timeout_s)
     return config
-
-
-async def register_schema(
-    cluster: ClusterClient, topic: str | Topic[Any], schema: Schema | None, compatibility: Compatibility | None
-) -> int:
-    """Adds a schema as the topic's next version. See Admin.register_schema."""
-    name, new = _named_schema(topic, schema)
-
-    def change(before: TopicConfig) -> TopicConfig:
-        schemas = before.schemas if compatibility is None else replace(before.schemas, compatibility=compatibility)
-        schemas.validate(name)
-        if new not in schemas.versions:
-            check_compatible(name, schemas, new)
-            schemas = replace(schemas, versions=(*schemas.versions, new))
-        return replace(before, schemas=schemas)
-
-    while True:
-        try:
-            config = await cluster.topics.alter(name, change)
-            break
-        except ConnectionLost:  # perhaps it is registered: then the repetition finds it
-            await until_connected(cluster.session)
-    if isinstance(topic, Topic):
-        topic.learn(config.schemas.by_version)
-    return config.schemas.versions.index(new) + 1
-
-
-async def check_schema(cluster: ClusterClient, topic: str | Topic[Any], schema: Schema | None) -> None:
-    """Checks a schema, and changes nothing. See Admin.check_schema."""
-    name, new = _named_schema(topic, schema)
-    config = await cluster.topics.get(name)
-    if new not in config.schemas.versions:
-        check_compatible(name, config.schemas, new)
-
-
-async def load_schemas(cluster: ClusterClient, topic: str | Topic[Any]) -> TopicSchemas:
-    """Returns the topic's schemas. See Admin.load_schemas."""
-    schemas = (await cluster.topics.get(topic if isinstance(topic, str) else topic.name)).schemas
-    if isinstance(topic, Topic):
-        topic.learn(schemas.by_version)
-    return schemas
-
-
-def _named_schema(topic: str | Topic[Any], schema: Schema | None) -> tuple[str, Schema]:
-    if isinstance(topic, Topic):
-        return topic.name, without_layout(topic.name, topic.schema if schema is None else schema)
-    if not isinstance(schema, Schema):
-        raise wrong_type("`schema`", "a Schema, if `topic` is a name", schema)
-    return topic, without_layout(topic, schema)
 
 
 async def delete_topic(cluster: ClusterClient, topic: str, timeout_s: float) -> TopicConfig | None:

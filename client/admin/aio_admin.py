@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from metamq.client.admin import (
     admin_brokers,
-    admin_failover,
     admin_groups,
     admin_removal,
     admin_replicas,
+    admin_schemas,
     admin_topics,
     admin_transactions,
     admin_users,
@@ -105,15 +105,15 @@ class Admin:
         compatibility: Compatibility | None = None,
     ) -> int:
         """See metamq.Admin.register_schema."""
-        return await self._core.call(admin_topics.register_schema, topic, schema, compatibility)
+        return await self._core.call(admin_schemas.register_schema, topic, schema, compatibility)
 
     async def check_schema(self, topic: str | Topic[Any], schema: Schema | None = None) -> None:
         """See metamq.Admin.check_schema."""
-        await self._core.call(admin_topics.check_schema, topic, schema)
+        await self._core.call(admin_schemas.check_schema, topic, schema)
 
     async def load_schemas(self, topic: str | Topic[Any]) -> TopicSchemas:
         """See metamq.Admin.load_schemas."""
-        return await self._core.call(admin_topics.load_schemas, topic)
+        return await self._core.call(admin_schemas.load_schemas, topic)
 
     async def alter(
         self,
@@ -191,13 +191,13 @@ class Admin:
 
     async def failover(self, broker_id: int) -> Failover:
         """See metamq.Admin.failover."""
-        return await self._core.call(admin_failover.failover_of, broker_id)
+        return await self._core.call(admin_replicas.failover_of, broker_id)
 
     async def set_failover(
         self, broker_id: int, *, mode: str | None = None, paused: bool | None = None, preferred: int | None = None
     ) -> Failover:
         """See metamq.Admin.set_failover."""
-        return await self._core.call(admin_failover.set_failover, broker_id, mode, paused, preferred)
+        return await self._core.call(admin_replicas.set_failover, broker_id, mode, paused, preferred)
 
     async def users(self) -> list[str]:
         """See metamq.Admin.users."""

@@ -225,17 +225,9 @@ class ConsumerCore:
         return finals
 
     async def _until_released(self, state: PartitionState) -> None:
-        released: asyncio.Future[None] = self.loop.create_future()
-
-        def settle() -> None:
-            if not released.done():
-                released.set_result(None)
-
-        def notify() -> None:
-            self.loop.call_soon_threadsafe(settle)
-
-        self.inbox.when_released(state, notify)
-        await released
+        released = asyncio.Event()
+        self.inbox.when_released(state, lambda: self.loop.call_soon_threadsafe(released.set))
+        await released.wait()
 
     def lost(self, partitions: Sequence[TopicPartition]) -> None:
         """Stops with partitions that may already belong to another consumer."""
@@ -560,10 +552,9 @@ class ConsumerCore:
         self.inbox.stop()
 
     async def close(self, *, last_done: bool) -> None:
-        """Commits what is done, releases all partitions, disconnects. `last_done` is True if the last message is
-        done.
+        """Commits what is done, releases all partitions, disconnects. At the end raises the error of on_revoked.
 
-        At the end it raises the error of on_revoked, if there was one.
+        `last_done`: the last message is done.
         """
         if self._session is None:
             return

@@ -83,7 +83,7 @@ class PartitionState:
     """True while the partition is released: it is not fetched any more."""
     rewinding: bool = False
     """True while the data that is being fetched is not the next data to deliver."""
-    released: Callable[[], None] | None = None
+    released: Callable[[], object] | None = None
     """Called, in any thread, when no batch is in flight any more; for a task that releases the partition."""
     start_offset: int = -1
     stable_offset: int = -1
@@ -368,7 +368,7 @@ class Inbox:
         `last_done`: True if the last delivered message counts as done. May be called again, for example after a Ctrl-C.
         """
         state = in_flight.state
-        released: Callable[[], None] | None = None
+        released: Callable[[], object] | None = None
         with self.lock:
             if state.in_flight is in_flight:
                 self._release(in_flight, last_done)
@@ -489,7 +489,7 @@ class Inbox:
         state.buffered_bytes += size_bytes
         self.buffered_bytes += size_bytes
 
-    def when_released(self, state: PartitionState, released: Callable[[], None]) -> None:
+    def when_released(self, state: PartitionState, released: Callable[[], object]) -> None:
         """Calls `released`, in any thread, once no batch of the partition is in flight; immediately if none is.
 
         It may be called under the lock.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 GREETING_TIMEOUT_S = 1.0
 SESSION_TIMEOUT_MS = 10_000
+RECONNECT_TIMEOUT_S = 10.0
 
 
 async def open_client_session(access: ClusterAccess, timeout_ms: int = SESSION_TIMEOUT_MS) -> Session:
@@ -96,6 +97,19 @@ async def open_session(
             raise
         hint = "Give ZooKeeper's address: brokers are found through it."
         raise ConnectError(error.address, f"{', '.join(brokers)} is a metamq broker", hint=hint) from error
+
+
+async def until_connected(session: Session) -> None:
+    """Waits while the session reconnects. Raises ConnectError after RECONNECT_TIMEOUT_S."""
+    try:
+        async with asyncio.timeout(RECONNECT_TIMEOUT_S):
+            await session.connected()
+    except TimeoutError:
+        raise ConnectError(
+            f"ZooKeeper at {session.servers}",
+            f"it has not answered for {RECONNECT_TIMEOUT_S:g} s",
+            hint="Check that it runs: `metamq doctor`.",
+        ) from None
 
 
 async def _brokers_among(hosts: list[tuple[str, int]], security: ClientSecurity | None) -> list[str]:

@@ -70,7 +70,6 @@ Keys = Sequence[bytes | None]
 D = TypeVar("D", Delivery, ManyDelivery)
 log = logging.getLogger("metamq.client")
 
-TIMESTAMP_US_MAX = (1 << 63) - 1
 QUICK = getattr(sys, "_is_gil_enabled", lambda: True)()
 new_object = object.__new__
 
@@ -189,8 +188,6 @@ class Accumulator:
             send = partial(self.send_full, topic, value, key, headers, partition, timestamp_us, bounded=False)
             return self._send_later(topic, send, lambda batch: Delivery(self._owner, batch, 0))
         size = size_of(value, key, headers)
-        if timestamp_us is not None and abs(timestamp_us) > TIMESTAMP_US_MAX:
-            raise ConfigError(f"timestamp {timestamp_us} is not microseconds since 1970", hint="It has 63 bits.")
         waiting_since: float | None = None
         with self.lock:
             while True:

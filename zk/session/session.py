@@ -68,16 +68,9 @@ _LOOK_S = 0.05
 class SessionState(enum.Enum):
     """The known state of the session; see the module."""
 
-    CONNECTED = "connected"
-    SUSPENDED = "suspended"
-    LOST = "lost"
-
-
-_STATES = {
-    KazooState.CONNECTED: SessionState.CONNECTED,
-    KazooState.SUSPENDED: SessionState.SUSPENDED,
-    KazooState.LOST: SessionState.LOST,
-}
+    CONNECTED = KazooState.CONNECTED
+    SUSPENDED = KazooState.SUSPENDED
+    LOST = KazooState.LOST
 
 
 class Session:
@@ -545,7 +538,7 @@ class Session:
             log.debug("an answer of ZooKeeper came after the event loop was closed")
 
     def _state_changed_in_thread(self, state: str, session_id: int, timeout_ms: int) -> None:
-        self._in_loop(self._state_changed, _STATES[state], session_id, timeout_ms)
+        self._in_loop(self._state_changed, SessionState(state), session_id, timeout_ms)
 
     def _state_changed(self, state: SessionState, session_id: int, timeout_ms: int) -> None:
         if self._closed is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.broker.roles.successor import taken_over_in
+from metamq.broker.roles.succession import taken_over_in
 from metamq.testing.network import Way
 from metamq.zk.cluster.brokers import BrokerState
 from metamq.zk.cluster.failover import Failover, Switch, with_loss, with_switch
