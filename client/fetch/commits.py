@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("metamq.client")
 
+COMMIT_PAUSE_S_MAX = 10.0
+
 
 @dataclass(eq=False)
 class OffsetCommits:
@@ -31,14 +34,21 @@ class OffsetCommits:
     errors: dict[TopicPartition, str]
 
     async def commit_often(self, interval_ms: int) -> None:
-        """Commits done messages, periodically, until the task is cancelled."""
+        """Commits done messages, periodically, until the task is cancelled.
+
+        If commits take long, the interval grows: they take at most a tenth of the time, up to COMMIT_PAUSE_S_MAX.
+        """
+        pause_s = interval_ms / 1000
         while True:
-            await asyncio.sleep(interval_ms / 1000)
+            await asyncio.sleep(pause_s)
+            began = time.monotonic()
             try:
                 refused = await self.commit(self.due())
             except MetamqError as failure:
                 log.warning("nothing can be committed at present: %s", failure)
                 continue
+            finally:
+                pause_s = max(interval_ms / 1000, min(9 * (time.monotonic() - began), COMMIT_PAUSE_S_MAX))
             for tp, error in refused.items():
                 if isinstance(error, OwnershipLost):
                     log.info("%s", error)

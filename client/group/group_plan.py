@@ -1,23 +1,29 @@
 """The agreement on a group's plan: this member's view of the inputs, the stored plan, and a new one if they differ.
 
-The plan node is read before the inputs, and the inputs are read again whenever the plan has changed. So our inputs are
-at least as new as those of the plan's author, and a plan is never replaced by an older one.
+Each member compares the stored plan with what it knows: the members' names and the topics. If they differ, the members
+take turns, so that a change costs a large group as many reads as it has members, and not the square of that. The first
+turn is that of the first member in the plan. If there is no new plan after TURN_S, it is the next one's turn. Turns
+only save reads: two members that make a plan at the same time do no harm, since one of them is refused.
+
+A member in its turn reads all inputs, after the plan that it replaces. So they are at least as new as those of the
+plan's author, and a plan is never replaced by an older one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from metamq.client.group import rebalance_decisions
 from metamq.errors import ConfigError, CorruptData, MetamqError, closed_client
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.documents import warn_once
 from metamq.zk.errors import ConnectionLost
-from metamq.zk.groups.members import Member, read_members
+from metamq.zk.groups.members import Member, member_names, read_members
 from metamq.zk.groups.plans import Plan, PlanInputs, PlanTooLarge, StoredPlan, read_plan, store_plan
 
 if TYPE_CHECKING:
@@ -26,6 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.client")
 
 T = TypeVar("T")
+
+TURN_S = 0.5
+"""Seconds that one member has for a new plan before the next one makes it."""
 
 
 class Watched(Generic[T]):
@@ -72,27 +81,47 @@ class CannotStay(Exception):
         self.error = error
 
 
+class Agreement(NamedTuple):
+    """The plan to follow now; None if there is none. `is_final`: it is for the present members and topics."""
+
+    plan: Plan | None
+    is_final: bool
+
+
 class GroupPlan:
     """A group's plan from the view of one member. `changed` is called when the result of `agree` may have changed."""
 
     def __init__(
-        self, session: Session, group: str, consumer_id: str, strategy: str, changed: Callable[[], None]
+        self,
+        session: Session,
+        group: str,
+        consumer_id: str,
+        topics: Sequence[str],
+        strategy: str,
+        changed: Callable[[], None],
     ) -> None:
         self._session = session
         self._group = group
         self._id = consumer_id
+        self._topics = tuple(sorted(set(topics)))
         self._strategy = strategy
         self._changed = changed
         self._topic_store = TopicStore(session)
         self._stored = Watched(lambda watch: read_plan(session, group, watch), changed)
+        self._names = Watched(lambda watch: member_names(session, group, watch), changed)
         self._members = Watched(lambda watch: read_members(session, group, watch), changed)
         self._configs: dict[str, Watched[TopicConfig | None]] = {}
-        self._seen: int | None = None
+        self._final: tuple[object, ...] = ()
+        """The view in which the stored plan was found to be final, after all inputs were read."""
+        self._behind: tuple[object, float] | None = None
+        """The plan's version and the members for which a new plan is awaited, and since when (time.monotonic)."""
+        self._turn: asyncio.TimerHandle | None = None
         self.present: Mapping[str, Member] = {}
-        """The members at the last agreement on the plan."""
+        """The members when this one last read them."""
 
-    async def agree(self, joined_in: int) -> Plan:
-        """Returns the plan for the current inputs. If the stored plan has other inputs, makes and stores a new one.
+    async def agree(self, joined_in: int) -> Agreement:
+        """Returns the plan for the current inputs. If the stored plan has other inputs, makes and stores a new one in
+        this member's turn. Before its turn it returns the stored plan, and calls `changed` later.
 
         `joined_in` is the session generation in which this member has joined. If a plan for all inputs is too large for
         ZooKeeper, the next one leaves out the additions: live members keep their partitions, and get those of members
@@ -102,34 +131,80 @@ class GroupPlan:
         """
         while True:
             stored = await self._stored.get()
-            if stored is not None and stored.version != self._seen:
-                self._seen = stored.version
-                self.forget()
-            present = await self._members.get()
-            if self._id not in present:
+            names = await self._names.get()
+            if self._id not in names:
                 await self._check_evicted(joined_in)
                 continue
             if stored is not None:
                 stored.check_format(self._group)
-            self._check_strategy(present, stored)
             before = stored.plan if stored is not None else None
-            configs, unreadable = await self._read_configs(rebalance_decisions.subscribed_topics(present.values()))
-            known = before.inputs.topics if before is not None else {}
-            kept = {topic: known[topic] for topic in unreadable if topic in known}
-            inputs = rebalance_decisions.plan_inputs(self._strategy, present, configs, kept)
-            self.present = present
-            if before is not None and (before.inputs, before.strategy) == (inputs, self._strategy):
-                return before
+            if stored is not None and before is not None and await self._fits(before, stored.version, names):
+                self._behind = None
+                self._call_later(0)
+                return Agreement(before, is_final=True)
+            if not self._is_my_turn(stored, names):
+                return Agreement(before, is_final=False)
+            if (plan := await self._replaced(stored)) is not None:
+                return Agreement(plan, is_final=True)
+
+    async def _fits(self, plan: Plan, version: int, names: frozenset[str]) -> bool:
+        """Returns True if the plan is for these members and the present topics, as far as this member knows."""
+        members = plan.inputs.members
+        if plan.strategy != self._strategy or members.get(self._id, self._topics) != self._topics:
+            return False
+        if self._final[:2] == (version, names) and self._final[2:] == await self._read_configs(self._configs):
+            return True
+        if members.keys() != names:
+            return False
+        configs = await self._read_configs({topic for subscribed in members.values() for topic in subscribed})
+        return rebalance_decisions.topic_inputs(*configs, plan) == plan.inputs.topics
+
+    def _is_my_turn(self, stored: StoredPlan | None, names: frozenset[str]) -> bool:
+        """Returns True if this member makes the next plan now. Otherwise calls `changed` when its turn comes."""
+        view = stored.version if stored is not None else None, names
+        now = time.monotonic()
+        if self._behind is None or self._behind[0] != view:
+            self._behind = view, now
+        plan = stored.plan if stored is not None else None
+        turn = rebalance_decisions.turn(self._id, self._topics, self._strategy, names, plan)
+        wait_s = self._behind[1] + turn * TURN_S - now
+        self._call_later(wait_s)
+        return wait_s <= 0
+
+    def _call_later(self, wait_s: float) -> None:
+        """Calls `changed` after this time, instead of the time of before; not at all without a time to wait."""
+        if self._turn is not None:
+            self._turn.cancel()
+        self._turn = asyncio.get_running_loop().call_later(wait_s, self._changed) if wait_s > 0 else None
+
+    async def _replaced(self, stored: StoredPlan | None) -> Plan | None:
+        """Reads all inputs. Returns the stored plan if it is for them; otherwise stores a new one, and returns None."""
+        self.forget()
+        names = await self._names.get()
+        present = await self._members.get()
+        if self._id not in present:
+            return None
+        self._check_strategy(present, stored)
+        before = stored.plan if stored is not None else None
+        configs = await self._read_configs({topic for member in present.values() for topic in member.topics})
+        topics = rebalance_decisions.topic_inputs(*configs, before)
+        inputs = rebalance_decisions.plan_inputs(self._strategy, present, topics)
+        self.present = present
+        if before is None or (before.inputs, before.strategy) != (inputs, self._strategy):
             try:
                 await self._store(inputs, stored)
+                return None
             except PlanTooLarge as error:
                 smaller = rebalance_decisions.without_growth(before.inputs, inputs) if before is not None else None
                 if before is None or smaller is None or self._id not in smaller.members:
                     raise
                 warn_once(f"group {self._group} continues without the additions to it: {error}")
-                if (before.inputs, before.strategy) == (smaller, self._strategy):
-                    return before
+            if (before.inputs, before.strategy) != (smaller, self._strategy):
                 await self._store(smaller, stored)
+                return None
+        assert stored is not None
+        self._final = (stored.version, names, *configs)
+        return before
 
     async def _store(self, inputs: PlanInputs, stored: StoredPlan | None) -> None:
         """Stores the plan for these inputs, unless another member was faster. Raises as `store_plan`."""
@@ -138,7 +213,6 @@ class GroupPlan:
             plan = replace(plan, generation=max(plan.generation, stored.version + 2))
         if await store_plan(self._session, self._group, plan, stored):
             log.info("group %s: %s stored plan %d", self._group, self._id, plan.generation)
-            self._seen = stored.version + 1 if stored is not None else 0
         self._stored.forget()
 
     async def check(self) -> None:
@@ -146,10 +220,17 @@ class GroupPlan:
         stored = await self._stored.get()
         if stored is not None:
             stored.check_format(self._group)
-        self._check_strategy(await self._members.get(), stored)
+        if stored is None or stored.plan is None or stored.plan.strategy != self._strategy:
+            self._check_strategy(await self._members.get(), stored)
+
+    async def read_present(self) -> Mapping[str, Member]:
+        """Returns the members, by consumer id. Raises ConnectionLost."""
+        self.present = await self._members.get()
+        return self.present
 
     def forget(self) -> None:
         """Makes the next `agree` read members and topics again."""
+        self._names.forget()
         self._members.forget()
         for config in self._configs.values():
             config.forget()
@@ -161,7 +242,7 @@ class GroupPlan:
             raise ConnectionLost(self._session.servers, "the session expired", outcome="not_done")
         if there is None:
             raise CannotStay(closed_client("consumer", f"{self._id!r} was evicted from group {self._group!r}"))
-        self._members.forget()
+        self._names.forget()
 
     def _check_strategy(self, present: Mapping[str, Member], stored: StoredPlan | None) -> None:
         strategy = rebalance_decisions.group_strategy(stored.plan if stored else None, present)
@@ -174,10 +255,10 @@ class GroupPlan:
                 )
             )
 
-    async def _read_configs(self, topics: Sequence[str]) -> tuple[list[TopicConfig | None], list[str]]:
+    async def _read_configs(self, topics: Collection[str]) -> tuple[list[TopicConfig | None], list[str]]:
         """Returns the configurations, and the topics whose configuration is unreadable: the plan keeps these as they
         are."""
-        self._configs = {topic: self._configs.get(topic) or self._watch_config(topic) for topic in topics}
+        self._configs = {topic: self._configs.get(topic) or self._watch_config(topic) for topic in sorted(topics)}
         found = await asyncio.gather(*(config.get() for config in self._configs.values()), return_exceptions=True)
         configs: list[TopicConfig | None] = []
         unreadable = []

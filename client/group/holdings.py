@@ -31,6 +31,8 @@ from metamq.client.offsets.offsets import CommitRequest, OffsetStorage, Ownershi
 from metamq.errors import CorruptData, MetamqError, OwnershipLost
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.groups import ownership
+from metamq.zk.groups.ownership import NotYet
+from metamq.zk.groups.together import claim_all, release_all
 from metamq.zk.partitions import TopicPartition, partition_order
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class _Holding:
 
 
 _Some = dict[TopicPartition, _Holding]
+CLAIMS_AT_ONCE = 500
 
 APPLICATIONS = frozenset({Phase.STARTING, Phase.REVOKING})
 """The phases in which the application's callbacks, or its handler, may take any time."""
@@ -191,9 +194,10 @@ class Holdings:
         for topic in sorted({tp.topic for tp in partitions} - self._prepared):
             await ownership.prepare(self._session, self._group, topic)
             self._prepared.add(topic)
-        outcomes = await asyncio.gather(
-            *(self._claim_one(tp, topic_ids[tp]) for tp in partitions), return_exceptions=True
-        )
+        outcomes: list[Ownership | NotYet | MetamqError] = []
+        for first in range(0, len(partitions), CLAIMS_AT_ONCE):
+            some = partitions[first : first + CLAIMS_AT_ONCE]
+            outcomes += await self._claim_some([(tp, topic_ids[tp]) for tp in some])
         claimed = [outcome for outcome in outcomes if isinstance(outcome, Ownership)]
         if self._session.generation != generation:
             self._doubts.update(claim.tp for claim in claimed)
@@ -201,27 +205,27 @@ class Holdings:
         self._held.update((claim.tp, _Holding(claim)) for claim in claimed)
         _raise_first(outcomes)
 
-    async def _claim_one(self, tp: TopicPartition, topic_id: str) -> Ownership | None:
-        def freed() -> None:
-            self.waiting.pop(tp, None)
-            self._changed()
-
-        self.waiting[tp] = "nobody"
+    async def _claim_some(self, wanted: Sequence[tuple[TopicPartition, str]]) -> list[Ownership | NotYet | MetamqError]:
+        self.waiting.update((tp, "nobody") for tp, _ in wanted)
+        outcomes: Sequence[Ownership | NotYet | MetamqError | None] = [None] * len(wanted)
         try:
-            outcome = await ownership.claim(
-                self._session, self._group, tp, topic_id, self._id, freed=freed, kept_by=self._kept_by
+            outcomes = found = await claim_all(
+                self._session, self._group, wanted, self._id, freed=self._freed, kept_by=self._kept_by
             )
-        except BaseException:
-            self.waiting.pop(tp, None)
-            self._doubts.add(tp)
-            raise
-        if isinstance(outcome, Ownership):
-            self.waiting.pop(tp, None)
-            self.moved_at = time.monotonic()
-            return outcome
-        if tp in self.waiting:  # otherwise it was freed before the answer
-            self.waiting[tp] = outcome.owner
-        return None
+        finally:
+            for (tp, _), outcome in zip(wanted, outcomes, strict=True):
+                if isinstance(outcome, NotYet) and tp in self.waiting:  # otherwise it was freed before the answer
+                    self.waiting[tp] = outcome.owner
+                elif not isinstance(outcome, NotYet):
+                    self.waiting.pop(tp, None)
+                if not isinstance(outcome, Ownership | NotYet):
+                    self._doubts.add(tp)
+        self.moved_at = time.monotonic()
+        return found
+
+    def _freed(self, tp: TopicPartition) -> None:
+        self.waiting.pop(tp, None)
+        self._changed()
 
     async def _settle_doubts(self) -> None:
         for tp in sorted(self._doubts - self._held.keys()):
@@ -280,13 +284,23 @@ class Holdings:
             some = {tp: self._held[tp] for tp in partitions if tp in self._held}
             if not self._storage.in_claim_node:
                 await self._commit_finals(some)
-            outcomes = await asyncio.gather(
-                *(self._release_one(held) for held in some.values()), return_exceptions=True
-            )
+            outcomes = await release_all(self._session, [(held.claim, held.final) for held in some.values()])
             for (tp, held), outcome in zip(some.items(), outcomes, strict=True):
-                if outcome is None and self._held.get(tp) is held:
-                    del self._held[tp]
-            _raise_first(outcomes)
+                if isinstance(outcome, OwnershipLost):
+                    log.warning("group %s: %s releases %s uncommitted: %s", self._group, self._id, tp, outcome)
+                elif outcome is None:
+                    self._forget(tp, held)
+            for (tp, held), outcome in zip(some.items(), outcomes, strict=True):
+                if isinstance(outcome, OwnershipLost):
+                    # The offset was set by another process, or the group's offsets were deleted: our owner node may
+                    # still exist.
+                    await ownership.drop_owner(self._session, self._group, tp, self._id)
+                    self._forget(tp, held)
+            _raise_first([outcome for outcome in outcomes if not isinstance(outcome, OwnershipLost)])
+
+    def _forget(self, tp: TopicPartition, held: _Holding) -> None:
+        if self._held.get(tp) is held:
+            del self._held[tp]
 
     async def _commit_finals(self, some: _Some) -> None:
         requests = [CommitRequest(held.claim, *held.final) for held in some.values() if held.final is not None]
@@ -296,15 +310,6 @@ class Holdings:
             if error is None or isinstance(error, OwnershipLost):
                 some[request.claim.tp].final = None
         _raise_first([error for error in refused.values() if not isinstance(error, OwnershipLost)])
-
-    async def _release_one(self, held: _Holding) -> None:
-        try:
-            await ownership.release(self._session, held.claim, held.final)
-        except OwnershipLost as error:
-            # The offset was set by another process, or the group's offsets were deleted: our owner node may still
-            # exist.
-            log.warning("group %s: %s releases %s uncommitted: %s", self._group, self._id, held.claim.tp, error)
-            await ownership.drop_owner(self._session, self._group, held.claim.tp, self._id)
 
     # Committing
 

@@ -31,7 +31,7 @@ from metamq import __version__
 from metamq.client.group.assignment import AssignedPartition, AssignmentHandler, Obstacle, RebalanceHealth
 from metamq.client.group.group_plan import CannotStay, GroupPlan
 from metamq.client.group.holdings import Holdings, Lack
-from metamq.client.group.rebalance_decisions import Phase, why_idle
+from metamq.client.group.rebalance_decisions import Phase, hint_for_idle, why_idle
 from metamq.client.group.strategies import check_strategy
 from metamq.client.net import outages
 from metamq.client.net.missing_topics import MissingTopics
@@ -92,7 +92,7 @@ class ZKLoadRebalanceListener:
         self._handler = handler
         self._lease = lease
         self._look = asyncio.Event()
-        self._group_plan = GroupPlan(session, group, consumer_id, strategy, self._look.set)
+        self._group_plan = GroupPlan(session, group, consumer_id, self._topics, strategy, self._look.set)
         self._holdings = Holdings(
             session, group, consumer_id, storage, handler, changed=self._look.set, failed=self._try_again_later
         )
@@ -205,7 +205,8 @@ class ZKLoadRebalanceListener:
         if self._is_failed or (since is None and is_joined):
             return None
         patience_s = outages.PATIENCE_S + max(
-            (member.session_timeout_ms / 1000 for member in self._group_plan.present.values()), default=0.0
+            (member.session_timeout_ms / 1000 for member in self._group_plan.present.values()),
+            default=self._session.negotiated_timeout_ms / 1000,
         )
         what, lack = f"joining group {self._group!r}", self._lack
         if lack is not None:
@@ -224,7 +225,7 @@ class ZKLoadRebalanceListener:
         await self._session.sync()  # watches fire before the answer
         if self._plan is None or (found := self.unsettled()) is not None:
             return found or Obstacle(Timeout("making a plan", outages.PATIENCE_S), requested_at, outages.PATIENCE_S)
-        unproven = await self._peers.unproven(self._plan, self._group_plan.present)
+        unproven = await self._peers.unproven(self._plan, await self._group_plan.read_present())
         if unproven is None:
             return None
         name = unproven if isinstance(unproven, str) else unproven.consumer_id
@@ -286,7 +287,7 @@ class ZKLoadRebalanceListener:
 
     async def _try_round(self) -> None:
         try:
-            await self._round()
+            is_settled = await self._round()
         except CannotStay:
             raise
         except KeptElsewhere as error:
@@ -296,20 +297,24 @@ class ZKLoadRebalanceListener:
         else:
             self._failures = 0
             self._last_error = ""
-            if self._lack is None:
+            if is_settled:
                 self._unsettled_since = None
 
-    async def _round(self) -> None:
+    async def _round(self) -> bool:
+        """Returns True if this member has all that the plan for the present members gives it."""
         generation = self._session.generation
         if self._joined_in != generation:
             self._holdings.lose_all()
             await self._join()
             self._joined_in = generation
-        self._plan = await self._group_plan.agree(generation)
+        self._plan, is_final = await self._group_plan.agree(generation)
+        if self._plan is None:
+            return False
         self._missing.look(self._plan.inputs.topics)
         await self._holdings.follow(self._plan)
         self._lack = self._holdings.lack(self._plan)
         self._warn_if_idle(self._plan)
+        return is_final and self._lack is None
 
     def _try_again_later(self, error: Exception) -> None:
         self._failures += 1
@@ -341,7 +346,7 @@ class ZKLoadRebalanceListener:
         """Warns once when the member becomes idle. The numbers may change often, and health() has them."""
         reason = "" if self._holdings else why_idle(self._id, plan)
         if reason and not self._idle_reason and plan.inputs.topics.keys() & set(self._topics):  # else all are deleted
-            hint = "Add partitions, or start no more members than there are partitions"
+            hint = hint_for_idle(self._id, plan)
             self._log.warning("group %s: %s has no partition: %s. %s", self._group, self._id, reason, hint)
         self._idle_reason = reason
 

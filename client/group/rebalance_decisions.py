@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from metamq.zk.groups.members import Member
 
 
+TURNS_MAX = 20
+"""All members from this place on have the same turn."""
+
+
 class Phase(enum.Enum):
     """The state of a partition whose owner node belongs to this member."""
 
@@ -136,31 +140,37 @@ def group_strategy(previous: Plan | None, members: Mapping[str, Member]) -> str:
     return first.strategy
 
 
-def subscribed_topics(members: Iterable[Member]) -> list[str]:
-    """Returns every topic that any member subscribes to, sorted."""
-    return sorted({topic for member in members for topic in member.topics})
+def turn(consumer_id: str, topics: tuple[str, ...], strategy: str, names: Collection[str], plan: Plan | None) -> int:
+    """Returns the turn of a member at making the next plan, from 0. `names` are the present members.
 
-
-def plan_inputs(
-    strategy: str,
-    members: Mapping[str, Member],
-    topics: Iterable[TopicConfig | None],
-    kept: Mapping[str, TopicInput] | None = None,
-) -> PlanInputs:
-    """Returns the inputs of a plan, without members that request another strategy; they notice that by themselves.
-
-    `kept`: topics whose configuration cannot be read, as the previous plan has them.
+    Members of the plan come first, by id. A member that the plan has with other topics or another strategy has the
+    first turn, too: the others cannot see that by the names.
     """
+    known = plan.inputs.members if plan is not None else {}
+    if plan is not None and (plan.strategy != strategy or known.get(consumer_id, topics) != topics):
+        return 0
+    place = sum((name not in known, name) < (consumer_id not in known, consumer_id) for name in names)
+    return min(place, TURNS_MAX)
+
+
+def topic_inputs(
+    configs: Iterable[TopicConfig | None], unreadable: Iterable[str], before: Plan | None
+) -> dict[str, TopicInput]:
+    """Returns the inputs of a plan from topics. `unreadable` ones are as the plan before has them."""
+    given = {one.topic: TopicInput(one.id, dict(one.partitions)) for one in configs if one is not None}
+    known = before.inputs.topics if before is not None else {}
+    return given | {topic: known[topic] for topic in unreadable if topic in known}
+
+
+def plan_inputs(strategy: str, members: Mapping[str, Member], topics: Mapping[str, TopicInput]) -> PlanInputs:
+    """Returns the inputs of a plan, without members that request another strategy; they notice that by themselves."""
     taking_part = {
         consumer_id: tuple(sorted(set(member.topics)))
         for consumer_id, member in sorted(members.items())
         if member.strategy == strategy
     }
     wanted = {topic for subscribed in taking_part.values() for topic in subscribed}
-    present = {config.topic: config for config in topics if config is not None and config.topic in wanted}
-    given = {topic: TopicInput(config.id, dict(config.partitions)) for topic, config in present.items()}
-    given |= {topic: before for topic, before in (kept or {}).items() if topic in wanted}
-    return PlanInputs(taking_part, dict(sorted(given.items())))
+    return PlanInputs(taking_part, {topic: topics[topic] for topic in sorted(wanted & topics.keys())})
 
 
 def without_growth(before: PlanInputs, now: PlanInputs) -> PlanInputs:
@@ -208,3 +218,11 @@ def why_idle(consumer_id: str, plan: Plan) -> str:
     rivals = sum(not set(topics).isdisjoint(subscribed) for subscribed in plan.inputs.members.values())
     share = f"{count(rivals, 'member')} share {count(partitions, 'partition')}"
     return f"{share} of {count(len(present), 'topic')}, by strategy {plan.strategy}"
+
+
+def hint_for_idle(consumer_id: str, plan: Plan) -> str:
+    """Returns the step that gives partitions to a member that has none."""
+    partitions = {topic: given.partition_names for topic, given in plan.inputs.topics.items()}
+    if strategies.sticky_helps(consumer_id, plan.assignment, plan.inputs.members, partitions):
+        return "Stop all members, then start them with strategy='sticky', which would give it some"
+    return "Add partitions, or start no more members than there are partitions"

@@ -1,6 +1,8 @@
 """The distribution of partitions: pure functions of (previous plan, members with subscriptions, configured partitions).
 
     range            each member gets one contiguous run of each topic, in order of member id; Metamorphosis' default.
+                     If runs of a topic differ by one, the members get the longer ones in turn, topic by topic: so
+                     topics with one partition are spread, too.
     round_robin      all partitions are dealt one by one to the members in order of id.
     consistent_hash  each partition goes to the next point clockwise on a ring of 160 points per member: uneven, but a
                      member that joins or leaves moves no partition between the others.
@@ -77,13 +79,18 @@ def _range(
     for item in ordered:
         by_topic[item.topic].append(item)
     subscribers = _subscribers(subscriptions)
+    turns: dict[tuple[str, ...], int] = defaultdict(int)
     assignment = {}
     for topic, items in by_topic.items():
-        size, longer = divmod(len(items), len(subscribers[topic]))
-        for index, member in enumerate(subscribers[topic]):
-            start = size * index + min(index, longer)
-            end = start + size + (index < longer)
+        members = subscribers[topic]
+        size, rest = divmod(len(items), len(members))
+        first = turns[tuple(members)]
+        turns[tuple(members)] += rest
+        start = 0
+        for index, member in enumerate(members):
+            end = start + size + ((index - first) % len(members) < rest)
             assignment.update(dict.fromkeys(items[start:end], member))
+            start = end
     return assignment
 
 
@@ -198,7 +205,7 @@ STRATEGIES: dict[str, _Strategy] = {
 }
 
 _REASONS = {
-    "range": "each topic is cut into contiguous runs, one per subscriber in order of id; the first get the rest",
+    "range": "each topic is cut into contiguous runs, one per subscriber in order of id; longer ones are given in turn",
     "round_robin": "all partitions, in order, go to one member after another that subscribes to the topic",
     "consistent_hash": f"each partition goes to the next point on a ring of {VIRTUAL_NODES} points per subscriber",
     "sticky": "owners keep their partitions; a member with two more than another one gives one, until there is none",
@@ -214,7 +221,8 @@ def explain(members: Members, partitions: Partitions, strategy: str, assignment:
     lines += ["", "Members"]
     for member in sorted(members):
         mine = sorted((item for item, owner in assignment.items() if owner == member), key=partition_order)
-        lines.append(f"  {member}: {count(len(mine), 'partition')}" + ("" if mine else _why_none(member, members)))
+        why = "" if mine else _why_none(member, members, sticky_helps(member, assignment, members, partitions))
+        lines.append(f"  {member}: {count(len(mine), 'partition')}{why}")
         by_topic: dict[str, list[str]] = defaultdict(list)
         for item in mine:
             by_topic[item.topic].append(item.partition)
@@ -225,7 +233,14 @@ def explain(members: Members, partitions: Partitions, strategy: str, assignment:
     return "\n".join(lines)
 
 
-def _why_none(member: str, members: Members) -> str:
+def _why_none(member: str, members: Members, sticky_gives_some: bool) -> str:
     if not members[member]:
         return ", it subscribes to no topic"
+    if sticky_gives_some:
+        return ", strategy 'sticky' would give it some"
     return ", its topics have no partition that falls to it; more members than partitions leave some without"
+
+
+def sticky_helps(member: str, assignment: Assignment, members: Members, partitions: Partitions) -> bool:
+    """Returns True if strategy "sticky" would give partitions to a member that has none now."""
+    return member in plan(assignment, members, partitions, "sticky").values()

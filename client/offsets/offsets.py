@@ -9,14 +9,13 @@ database as the offsets, in one transaction (`DatabaseOffsets`), each message co
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from metamq.errors import MetamqError
-from metamq.zk.groups import ownership
 from metamq.zk.groups.ownership import CommittedOffset, Ownership
+from metamq.zk.groups.together import commit_all
 
 if TYPE_CHECKING:
     from metamq.zk.partitions import TopicPartition
@@ -100,15 +99,9 @@ class ZooKeeperOffsets:
         return {claim.tp: claim.committed for claim in claims}
 
     async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, CommitOutcome]:
-        """Commits all requests concurrently; see `OffsetStorage.commit`."""
-        outcomes = await asyncio.gather(*(self._commit_one(request) for request in requests))
+        """Commits up to a hundred requests in one transaction; see `OffsetStorage.commit`."""
+        outcomes = await commit_all(self._session, [(one.claim, one.offset, one.epoch) for one in requests])
         return {request.claim.tp: outcome for request, outcome in zip(requests, outcomes, strict=True)}
-
-    async def _commit_one(self, request: CommitRequest) -> CommitOutcome:
-        try:
-            return await ownership.commit(self._session, request.claim, request.offset, request.epoch)
-        except MetamqError as error:
-            return error
 
     async def close(self) -> None:
         """Does nothing: the session belongs to the caller."""

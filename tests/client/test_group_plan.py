@@ -36,6 +36,15 @@ async def join_as(session: Session, name: str, topics: tuple[str, ...] = ("t",))
     await join(session, "etl", Member(name, topics, "range", "here", 1, 0, 0, 0, "0", 10_000), left=lambda: None)
 
 
+async def agreed(view: GroupPlan, session: Session) -> Plan:
+    """The plan once it is final: before, it is the turn of others."""
+    while True:
+        plan, is_final = await view.agree(session.generation)
+        if is_final and plan is not None:
+            return plan
+        await asyncio.sleep(0.02)
+
+
 def test_members_that_look_at_once_agree_on_one_plan(servers: str) -> None:
     async def scenario() -> None:
         async with await Session.open(servers) as session:
@@ -43,8 +52,8 @@ def test_members_that_look_at_once_agree_on_one_plan(servers: str) -> None:
             names = [f"c{index}" for index in range(5)]
             for name in names:
                 await join_as(session, name)
-            views = [GroupPlan(session, "etl", name, "range", lambda: None) for name in names]
-            plans = await asyncio.gather(*(view.agree(session.generation) for view in views))
+            views = [GroupPlan(session, "etl", name, ["t"], "range", lambda: None) for name in names]
+            plans = await asyncio.gather(*(agreed(view, session) for view in views))
             assert [plan.generation for plan in plans] == [1] * 5
             assert set(plans[0].inputs.members) == set(names)
 
@@ -57,20 +66,65 @@ def test_a_plan_is_not_replaced_for_an_older_view(servers: str) -> None:
             await TopicStore(session).create(TopicConfig("t", {0: 4}))
             deaf: Any = HearsNothingOfMembers(session)
             news = asyncio.Event()
-            behind = GroupPlan(deaf, "etl", "one", "range", news.set)
-            ahead = GroupPlan(session, "etl", "two", "range", lambda: None)
+            behind = GroupPlan(deaf, "etl", "one", ["t"], "range", news.set)
+            ahead = GroupPlan(session, "etl", "two", ["t"], "range", lambda: None)
             await join_as(session, "one")
-            first = await behind.agree(session.generation)
+            first = await agreed(behind, session)
             assert set(first.inputs.members) == {"one"}
             await join_as(session, "two")
-            newest = await ahead.agree(session.generation)
+            newest = await agreed(ahead, session)
             assert set(newest.inputs.members) == {"one", "two"}
             # It hears of the new plan, but still remembers the members of before.
             async with asyncio.timeout(60):
-                while (plan := await behind.agree(session.generation)) == first:
+                while (plan := await agreed(behind, session)) == first:
                     await news.wait()  # there may be news of its own plan first
                     news.clear()
             assert plan == newest
+
+    asyncio.run(scenario())
+
+
+class CountsMembers:
+    """A real session that counts reads of members' nodes."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    async def get_or_none(self, path: str, watch: Callable[[], None] | None = None) -> Any:
+        self.count += "/ids/" in path
+        return await self._session.get_or_none(path, watch=watch)
+
+
+def test_a_change_costs_as_many_reads_as_there_are_members(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with await Session.open(servers) as session:
+            await TopicStore(session).create(TopicConfig("t", {0: 4}))
+            counts: Any = CountsMembers(session)
+            names = [f"c{index:02}" for index in range(12)]
+            views = [GroupPlan(counts, "etl", name, ["t"], "range", lambda: None) for name in names]
+            for name in names[:11]:
+                await join_as(session, name)
+            await asyncio.gather(*(agreed(view, session) for view in views[:11]))
+            before = counts.count
+            await join_as(session, names[11])
+            plans = await asyncio.gather(*(agreed(view, session) for view in views))
+            assert {plan.generation for plan in plans} == {2}
+            assert counts.count - before == 12, "the first member read them, and the others followed"
+            before = counts.count
+            await TopicStore(session).alter("t", lambda config: replace(config, partitions={0: 9}))
+            plans = await asyncio.gather(*(agreed(view, session) for view in views))
+            assert [len(plan.assignment) for plan in plans] == [9] * 12
+            assert counts.count - before == 12
+            # The first two members are frozen: the third one's turn comes, and the others follow it.
+            monkeypatch.setattr("metamq.client.group.group_plan.TURN_S", 0.05)
+            await leave(session, "etl", names[11])
+            plans = await asyncio.gather(*(agreed(view, session) for view in views[2:11]))
+            assert {frozenset(plan.inputs.members) for plan in plans} == {frozenset(names[:11])}
+            assert {plan.generation for plan in plans} == {4}
 
     asyncio.run(scenario())
 
@@ -82,15 +136,15 @@ def test_a_plan_of_a_newer_metamq_stands_and_is_named(servers: str, newer: bytes
             await TopicStore(session).create(TopicConfig("t", {0: 4}))
             await session.create(session.paths.plan("etl"), newer, makepath=True)
             await join_as(session, "one")
-            view = GroupPlan(session, "etl", "one", "range", lambda: None)
+            view = GroupPlan(session, "etl", "one", ["t"], "range", lambda: None)
             for look in (view.check, lambda: view.agree(session.generation)):
                 with pytest.raises(ConfigError, match=r"has format \d+, of a newer metamq.*Upgrade this program"):
                     await look()
             assert (await session.get(session.paths.plan("etl"))).data == newer
             # Damage of what this one does know is replaced.
             await session.set(session.paths.plan("etl"), b"metamq-plan-2\ndamaged", 0)
-            view = GroupPlan(session, "etl", "one", "range", lambda: None)
-            assert set((await view.agree(session.generation)).inputs.members) == {"one"}
+            view = GroupPlan(session, "etl", "one", ["t"], "range", lambda: None)
+            assert set((await agreed(view, session)).inputs.members) == {"one"}
 
     asyncio.run(scenario())
 
@@ -108,11 +162,14 @@ def test_a_member_that_a_plan_has_no_room_for_takes_nothing_from_the_others(
         async with await Session.open(servers) as session:
             for topic in ("t", *many):
                 await TopicStore(session).create(TopicConfig(topic, {0: 4}))
-            views = {name: GroupPlan(session, "etl", name, "range", lambda: None) for name in ("one", "two", "new")}
+            views = {
+                name: GroupPlan(session, "etl", name, topics, "range", lambda: None)
+                for name, topics in {"one": ["t"], "two": ["t"], "new": many}.items()
+            }
 
             async def look(name: str) -> Plan:
                 views[name].forget()
-                return await views[name].agree(session.generation)
+                return await agreed(views[name], session)
 
             await join_as(session, "one")
             await join_as(session, "two")

@@ -382,7 +382,7 @@ def test_a_rebalance_that_fails_is_tried_again_for_as_long_as_it_takes(
             listener = two.listener
             owner, name = {
                 "the plan": (listener._group_plan, "agree"),
-                "the owner nodes": (ownership, "claim"),
+                "the owner nodes": (ownership, "read_offset"),
                 "the offsets": (listener._holdings._storage, "claimed"),
             }[place]
             failing(owner, name)

@@ -14,13 +14,17 @@ from hypothesis import strategies as st
 from metamq.client.group.rebalance_decisions import (
     ACTIONS,
     TRANSITIONS,
+    TURNS_MAX,
     Held,
     Phase,
     RebalanceDecision,
     decide,
     group_strategy,
+    hint_for_idle,
     next_plan,
     plan_inputs,
+    topic_inputs,
+    turn,
     why_idle,
     without_growth,
 )
@@ -119,9 +123,30 @@ def test_inputs_name_existing_topics_of_members_with_the_strategy_only() -> None
         "two": member("two", strategy="sticky", topics=("other",)),
     }
     configs = [TopicConfig("t", {1: 2, 0: 1}, id=ID), TopicConfig("other", {0: 1}), None]
-    assert plan_inputs("range", present, configs) == PlanInputs(
+    topics = topic_inputs(configs, [], None)
+    assert plan_inputs("range", present, topics) == PlanInputs(
         {"one": ("gone", "t")}, {"t": TopicInput(ID, {0: 1, 1: 2})}
     )
+
+
+def test_a_topic_that_cannot_be_read_stays_as_the_plan_before_has_it() -> None:
+    before = Plan(1, "range", PlanInputs({"a": ("t", "u")}, {"t": TopicInput(ID, {0: 4})}), {})
+    assert topic_inputs([None], ["t", "u"], before) == {"t": TopicInput(ID, {0: 4})}
+    assert topic_inputs([], ["t"], None) == {}
+
+
+def test_members_of_the_plan_have_the_first_turns_and_new_ones_follow() -> None:
+    plan = Plan(1, "range", PlanInputs({"m": ("t",), "z": ("t",)}, {}), {})
+
+    def turns(*names: str) -> dict[str, int]:
+        return {name: turn(name, ("t",), "range", names, plan) for name in names}
+
+    assert turns("a", "m", "z", "zz") == {"m": 0, "z": 1, "a": 2, "zz": 3}
+    assert turns("a", "z", "zz") == {"z": 0, "a": 1, "zz": 2}, "without the member that left"
+    assert turn("b", ("t",), "range", ["a", "b"], None) == 1
+    assert turn("z", ("t", "u"), "range", ["m", "z"], plan) == 0, "only this member sees what it subscribes to"
+    assert turn("z", ("t",), "sticky", ["m", "z"], plan) == 0
+    assert max(turns(*(f"n{number}" for number in range(100))).values()) == TURNS_MAX
 
 
 def test_the_next_plan_follows_the_one_before() -> None:
@@ -144,6 +169,10 @@ def test_a_member_without_partitions_is_told_why() -> None:
     topics = {"t": TopicInput(ID, {0: 1}), "u": TopicInput(ID, {0: 1, 3: 1})}
     plan = next_plan(None, "round_robin", PlanInputs(dict.fromkeys("abcd", ("t", "u")), topics))
     assert why_idle("d", plan) == "4 members share 3 partitions of 2 topics, by strategy round_robin"
+    assert hint_for_idle("d", plan) == "Add partitions, or start no more members than there are partitions"
+    inputs = PlanInputs(dict.fromkeys("ab", ("t",)), {"t": TopicInput(ID, {0: 2})})
+    fewer = Plan(1, "consistent_hash", inputs, {TopicPartition("t", name): "a" for name in ("0-0", "0-1")})
+    assert hint_for_idle("b", fewer).startswith("Stop all members, then start them with strategy='sticky'")
 
 
 @given(

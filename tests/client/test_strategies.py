@@ -91,7 +91,9 @@ def test_range_gives_each_subscriber_of_a_topic_a_run_of_its_share(
         if subscribers:
             assert [name for run in runs for name in run] == names
             size, longer = divmod(len(names), len(subscribers))
-            assert [len(run) for run in runs] == [size + (i < longer) for i in range(len(subscribers))]
+            assert sorted(len(run) - size for run in runs) == [0] * (len(runs) - longer) + [1] * longer
+    if len(set(members.values())) == 1:
+        assert max(loads(assignment, members).values()) - min(loads(assignment, members).values()) <= 1
 
 
 def test_range_is_the_formula_of_metamorphosis_in_numeric_order() -> None:
@@ -129,6 +131,33 @@ def test_sticky_leaves_no_partition_where_a_subscriber_has_two_fewer(
     for item, owner in assignment.items():
         assert all(counts[owner] - counts[m] < 2 for m, topics in members.items() if item.topic in topics)
     assert plan(assignment, members, partitions, "sticky") == assignment
+
+
+def test_range_spreads_topics_with_one_partition_and_keeps_even_topics_aligned() -> None:
+    members = {name: frozenset(f"t{number:03}" for number in range(400)) for name in "abcdefghijklmnopqrst"}
+    single = {topic: ["0-0"] for topic in members["a"]}
+    assert set(Counter(plan({}, members, single, "range").values()).values()) == {20}
+    pair = {"orders": ["0-0", "0-1", "0-2", "0-3"], "payments": ["0-0", "0-1", "0-2", "0-3"], "refunds": ["0-0"]}
+    two = {name: frozenset(pair) for name in "ab"}
+    assignment = plan({}, two, pair, "range")
+    for name in pair["orders"]:
+        assert assignment[TopicPartition("orders", name)] == assignment[TopicPartition("payments", name)]
+    uneven = {topic: ["0-0", "0-1", "0-2"] for topic in ("x", "y")}
+    assignment = plan({}, {name: frozenset(uneven) for name in "ab"}, uneven, "range")
+    assert [assignment[TopicPartition(*place)] for place in [("x", "0-1"), ("y", "0-1")]] == ["a", "b"]
+    assert Counter(assignment.values()) == {"a": 3, "b": 3}
+
+
+def test_explain_names_the_strategy_that_would_help() -> None:
+    partitions = {"t": [f"0-{number}" for number in range(4)]}
+    for number in range(1_000):  # names for which the ring leaves one out
+        members = {f"{name}{number}": {"t"} for name in "abc"}
+        assignment = plan({}, members, partitions, "consistent_hash")
+        if len(set(assignment.values())) < 3:
+            break
+    assert len(set(assignment.values())) < 3
+    text = explain(members, partitions, "consistent_hash", assignment)
+    assert text.count(": 0 partitions, strategy 'sticky' would give it some") == 3 - len(set(assignment.values()))
 
 
 @given(members_of_any_topics, topics, st.sampled_from(["sticky", "consistent_hash"]), st.sampled_from(TOPICS))
@@ -178,8 +207,8 @@ def test_explain_tells_inputs_rule_and_result() -> None:
     partitions = {"flights": ["0-0", "0-1", "0-10"], "rides": ["0-0"], "bids": ["0-0"]}
     assignment = plan({}, members, partitions, "range")
     assert explain(members, partitions, "range", assignment) == (
-        "Strategy range: each topic is cut into contiguous runs, one per subscriber in order of id; the first get the"
-        " rest.\n"
+        "Strategy range: each topic is cut into contiguous runs, one per subscriber in order of id; longer ones are"
+        " given in turn.\n"
         "\n"
         "Topics\n"
         "  bids: 1 partition, 0 subscribers\n"

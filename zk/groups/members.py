@@ -89,13 +89,7 @@ async def read_members(session: Session, group: str, watch: Watcher | None = Non
 
     Skips a member whose node cannot be read: it takes no part, and the others continue.
     """
-    folder = session.paths.members(group)
-    try:
-        names = await session.children(folder, watch=watch)
-    except NoNode:
-        await session.ensure(folder)
-        names = await session.children(folder, watch=watch)
-    names = sorted(names)
+    names = sorted(await member_names(session, group, watch))
     nodes = await asyncio.gather(*(session.get_or_none(session.paths.member(group, name)) for name in names))
     found: dict[str, Member] = {}
     for name, node in zip(names, nodes, strict=True):
@@ -103,6 +97,16 @@ async def read_members(session: Session, group: str, watch: Watcher | None = Non
             if node is not None:
                 found[name] = _from_node(group, name, node)
     return found
+
+
+async def member_names(session: Session, group: str, watch: Watcher | None = None) -> frozenset[str]:
+    """The consumer ids of the present members. `watch` is called once when one joins or leaves."""
+    folder = session.paths.members(group)
+    try:
+        return frozenset(await session.children(folder, watch=watch))
+    except NoNode:
+        await session.ensure(folder)
+        return frozenset(await session.children(folder, watch=watch))
 
 
 async def owned_partitions(session: Session, group: str) -> dict[TopicPartition, str]:

@@ -112,21 +112,12 @@ async def claim(
     may then exist, so claim again. Raises KeptElsewhere.
     """
     owner_path = session.paths.owner(group, *tp)
-    offset_path = session.paths.offset(group, *tp)
     left_behind: Node | None = None
     while True:
         stored = await read_offset(session, group, tp)
-        if stored is not None:
-            _check_storage(group, tp, topic_id, stored[0], kept_by)
-        record = replace(_next_record(stored[0] if stored else None, consumer_id), kept_by=kept_by)
-        operations: list[Op] = []
+        operations, claimed = claim_writes(session, group, tp, topic_id, consumer_id, stored, kept_by)
         if left_behind is not None:
-            operations.append(Delete(owner_path, left_behind.version))
-        operations.append(Create(owner_path, consumer_id.encode(), ephemeral=True))
-        if stored:
-            operations.append(SetData(offset_path, _to_json(record), stored[1]))
-        else:
-            operations.append(Create(offset_path, _to_json(record)))
+            operations.insert(0, Delete(owner_path, left_behind.version))
         try:
             await session.multi(operations)
         except (BadVersion, NodeExists, NoNode):
@@ -138,8 +129,30 @@ async def claim(
                     return NotYet(tp, left_behind.data.decode(errors="replace"))
                 left_behind = None
             continue
-        version = stored[1] + 1 if stored else 0
-        return Ownership(group, tp, topic_id, consumer_id, record.generation, version, record.committed, kept_by)
+        return claimed
+
+
+def claim_writes(
+    session: Session,
+    group: str,
+    tp: TopicPartition,
+    topic_id: str,
+    consumer_id: str,
+    stored: tuple[OffsetRecord, int] | None,
+    kept_by: str,
+) -> tuple[list[Op], Ownership]:
+    """Returns the writes of a claim of a free partition, and the claim after them. `stored` is from read_offset().
+
+    Raises KeptElsewhere.
+    """
+    if stored is not None:
+        _check_storage(group, tp, topic_id, stored[0], kept_by)
+    record = replace(_next_record(stored[0] if stored else None, consumer_id), kept_by=kept_by)
+    path, data = session.paths.offset(group, *tp), _to_json(record)
+    write = Create(path, data) if stored is None else SetData(path, data, stored[1])
+    version = stored[1] + 1 if stored else 0
+    claimed = Ownership(group, tp, topic_id, consumer_id, record.generation, version, record.committed, kept_by)
+    return [Create(session.paths.owner(group, *tp), consumer_id.encode(), ephemeral=True), write], claimed
 
 
 class KeptElsewhere(ConfigError):
@@ -177,15 +190,22 @@ async def commit(session: Session, held: Ownership, offset: int, epoch: int) -> 
     commit was done: then commit again, the same or a later offset, with the old claim. One call at a time
     per partition.
     """
-    committed = CommittedOffset(offset, epoch, held.topic_id)
     while True:
-        data = _to_json(OffsetRecord(held.generation, held.consumer_id, committed, held.kept_by))
+        write, committed = commit_write(session, held, offset, epoch)
         try:
-            await session.set(session.paths.offset(held.group, *held.tp), data, held.version)
+            await session.set(write.path, write.data, write.version)
         except (BadVersion, NoNode):
             held = await _still_ours(session, held)
             continue
-        return replace(held, version=held.version + 1, committed=committed)
+        return committed
+
+
+def commit_write(session: Session, held: Ownership, offset: int, epoch: int) -> tuple[SetData, Ownership]:
+    """Returns the write of a commit, and the claim after it."""
+    committed = CommittedOffset(offset, epoch, held.topic_id)
+    data = _to_json(OffsetRecord(held.generation, held.consumer_id, committed, held.kept_by))
+    write = SetData(session.paths.offset(held.group, *held.tp), data, held.version)
+    return write, replace(held, version=held.version + 1, committed=committed)
 
 
 async def publish(session: Session, held: Ownership, offset: int) -> None:
@@ -209,7 +229,7 @@ async def release(session: Session, held: Ownership, final: tuple[int, int] | No
     owner_path = session.paths.owner(held.group, *held.tp)
     while True:
         try:
-            await session.multi([_last_write(session, held, final), Delete(owner_path, ANY_VERSION)])
+            await session.multi(release_writes(session, held, final))
         except BadVersion:
             held = await _still_ours(session, held)
         except NoNode:
@@ -223,13 +243,13 @@ async def release(session: Session, held: Ownership, final: tuple[int, int] | No
             return
 
 
-def _last_write(session: Session, held: Ownership, final: tuple[int, int] | None) -> Op:
-    offset_path = session.paths.offset(held.group, *held.tp)
+def release_writes(session: Session, held: Ownership, final: tuple[int, int] | None) -> list[Op]:
+    """Returns the writes of a release."""
     if final is None:
-        return Check(offset_path, held.version)
-    committed = CommittedOffset(final[0], final[1], held.topic_id)
-    record = OffsetRecord(held.generation, held.consumer_id, committed, held.kept_by)
-    return SetData(offset_path, _to_json(record), held.version)
+        last: Op = Check(session.paths.offset(held.group, *held.tp), held.version)
+    else:
+        last = commit_write(session, held, *final)[0]
+    return [last, Delete(session.paths.owner(held.group, *held.tp), ANY_VERSION)]
 
 
 async def _still_ours(session: Session, held: Ownership) -> Ownership:
