@@ -1,6 +1,6 @@
 """`./dev bench`: measures every figure of docs/performance.md, and the raw limits of this machine, in one run.
 
-    ./dev bench                 all parts, about twenty-five minutes
+    ./dev bench                 all parts, but for the long ones
     ./dev bench --quick         one round, for a first look
     ./dev bench --only latency  a part: throughput, latency, lifecycle, rebalance, replication, transactions, scan,
                                 console, spark
