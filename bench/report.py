@@ -3,7 +3,8 @@
 python bench/report.py [bench/results/latest.json]
 
 The figures of long parts come from files of their own:
-`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling and security.
+`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling and security. So do those
+of scan and console, while the result file lacks them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SIDES = ("broker", "client")
+OWN_FILES = ("scan", "console", "failover", "rolling", "security")
 WAYS = ("send", "send_many", "iteration", "batches", "batches, values", "batches, arrow", "listener")
 
 INTRODUCTION = """# Performance
@@ -169,6 +171,69 @@ def _transactions(results: dict[str, Any]) -> list[str]:
     ]
 
 
+def _scan(measured: dict[str, Any]) -> list[str]:
+    lines = ["", "## A topic as a table", ""]
+    lines.append(
+        "`metamq.scan()` reads all columns of a topic with 4 partitions. Every value is different. The limits are the "
+        "plain read of the topic's files, and the raw read and send. *Scan* reads the broker's files, which are on the "
+        "same machine. For *sent*, the broker sends all messages, as between machines. The consumer makes the same "
+        "RecordBatches (`batches, arrow`)."
+    )
+    names = ("bytes", "scan", "plain read", "scan / plain read", "sent", "read and send", "sent / read and send")
+    names = (*names, "consumer", "sent / consumer", "scan, only `offset`")
+    lines += ["", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for row in measured["speeds"]:
+        size = row["message_bytes"]
+
+        def rate(name: str, row: dict[str, float] = row) -> str:
+            return f"{row[name] / 1e6:.2f} M, {row[name] * row['message_bytes'] / 1e6:,.0f}"
+
+        cells = [f"{size:,}", rate("files"), rate("plain_read"), f"{row['files_to_read']:.2f}", rate("sent")]
+        cells += [rate("read_send"), f"{row['sent_to_read_send']:.2f}", rate("arrow"), f"{row['sent_to_arrow']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {row['offsets'] / 1e6:.2f} M |")
+    return [*lines, "", "Rows per second, and MB/s of values.", "", _scan_memory(measured["memory"])]
+
+
+def _scan_memory(large: dict[str, Any]) -> str:
+    files, sent = large["files"], large["sent"]
+    return (
+        f"A process that the system allows {large['limit'] / 1e9:g} GB of memory (`RLIMIT_DATA`) reads "
+        f"{large['messages'] * large['value_bytes'] / 1e9:g} GB: {large['messages']:,} messages of "
+        f"{large['value_bytes']:,} bytes. DuckDB computes the number, the length and the largest of the values. It "
+        f"takes {files['s']:.1f} s from the broker's files, and {sent['s']:.1f} s if the broker sends them. The "
+        f"process has {files['peak_bytes'] / 1e6:.0f} MB at most, or {sent['peak_bytes'] / 1e6:.0f} MB; before the "
+        f"scan, {files['before_bytes'] / 1e6:.0f} MB."
+    )
+
+
+def _console(measured: dict[str, Any]) -> list[str]:
+    lines = ["", "## The console", ""]
+    lines.append(
+        f"Pages of `metamq console`, from the connection to the last byte. The cluster has {measured['brokers']} "
+        f"brokers, a topic of {measured['partitions']:,} partitions, and groups with an offset for each partition. One "
+        f"group runs, with {measured['members']} members. The file of styles is the limit: an answer that asks the "
+        f"cluster nothing. Milliseconds of {measured['visits']} visits: the median, the longest, and the processor "
+        "time of the console for one of them:"
+    )
+    heads = []
+    for count in sorted({row["groups"] for row in measured["pages"]}):
+        heads += [f"{_groups(count)}, p50", "longest", "processor"]
+    lines += ["", f"| page | kB | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
+    for page in dict.fromkeys(row["page"] for row in measured["pages"]):
+        rows = [row for row in measured["pages"] if row["page"] == page]
+        cells = [f"{row[figure]:,.0f}" for row in rows for figure in ("p50_ms", "max_ms", "processor_ms")]
+        lines.append(f"| {page} | {rows[-1]['bytes'] / 1e3:,.0f} | {' | '.join(cells)} |")
+    lacking = [row for row in measured["pages"] if row["incomplete"]]
+    cells = [f"{row['page']} {row['incomplete']} ({_groups(row['groups'])})" for row in lacking]
+    if cells:
+        lines += ["", f"Visits whose page lacked a figure, since an answer took longer than 3 s: {', '.join(cells)}."]
+    return lines
+
+
+def _groups(count: int) -> str:
+    return f"{count} group{'s' if count > 1 else ''}"
+
+
 def _spark(measured: dict[str, Any]) -> list[str]:
     trickle, sink = measured["trickle"], measured["sink"]
     lines = ["", "## Spark", ""]
@@ -307,11 +372,13 @@ def main() -> None:
     """Writes the page and the plot."""
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "bench" / "results" / "latest.json"
     results = json.loads(source.read_text())
-    for part in ("failover", "rolling", "security"):
-        if (long := source.with_name(f"{part}.json")).exists():
-            measured = json.loads(long.read_text())
+    remarks: dict[str, str] = {}
+    for part in OWN_FILES:
+        if part not in results and (own := source.with_name(f"{part}.json")).exists():
+            measured = json.loads(own.read_text())
             results[part] = measured[part]
             results["checks"] += measured["checks"]
+            remarks[part] = " ".join(filter(None, [f"Measured {measured['date']}.", measured.get("remark")]))
     machine = results["machine"]
     lines = [INTRODUCTION.rstrip(), ""]
     lines.append(
@@ -329,6 +396,8 @@ def main() -> None:
         ("rebalance", _rebalance),
         ("replication", _replication),
         ("transactions", _transactions),
+        ("scan", _scan),
+        ("console", _console),
         ("spark", _spark),
         ("failover", _failover),
         ("rolling", _rolling),
@@ -336,6 +405,8 @@ def main() -> None:
     ):
         if part in results:
             lines += write(results[part])
+        if part in remarks:
+            lines += ["", remarks[part]]
     lines += _checks(results["checks"])
     lines.append(HOW.rstrip())
     (ROOT / "docs" / "performance.md").write_text("\n".join(lines) + "\n")

@@ -1,8 +1,11 @@
 """`./dev bench`: measures every figure of docs/performance.md, and the raw limits of this machine, in one run.
 
-    ./dev bench                 all parts, about fifteen minutes
+    ./dev bench                 all parts, but for the long ones
     ./dev bench --quick         one round, for a first look
-    ./dev bench --only latency  a part: throughput, latency, lifecycle, rebalance, replication, transactions, spark
+    ./dev bench --only latency  a part: throughput, latency, lifecycle, rebalance, replication, transactions, scan,
+                                console, spark
+    ./dev bench --only scan --gigabytes 10
+                                the memory of a scan, with a topic of this size; it needs as much disk space
     ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; others of this kind are
                                 rolling and security
 
@@ -22,6 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +38,13 @@ import latency
 import lifecycle
 import raw
 import replication
+import scan
 import throughput
 import transactions
 from settle import gives_memory_back
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "spark")
+PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "scan", "console", "spark")
 LONG_PARTS = ("failover", "rolling", "security")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
@@ -125,6 +130,18 @@ def run_replication(rounds: int) -> dict[str, Any]:
 def run_transactions(rounds: int) -> dict[str, Any]:
     """Measures commits, memory and recovery."""
     return transactions.measure(rounds, say)
+
+
+def run_scan(rounds: int, gigabytes: float) -> dict[str, Any]:
+    """Measures a topic read as a table: its speed, and its memory with a topic of this size."""
+    return scan.measure(rounds, gigabytes, say)
+
+
+def run_console(rounds: int) -> dict[str, Any]:
+    """Measures the pages of the console. It needs the extra `console`."""
+    import console_pages
+
+    return console_pages.measure(rounds, say)
 
 
 def run_spark(rounds: int) -> dict[str, Any]:
@@ -215,6 +232,19 @@ class Targets:
         self.at_most("recovery of a journal of 1 GB, s", measured["recovery"]["s"], 10)
         self.at_least("send_many with / without open branches", measured["beside"]["ratio"], 0.95)
 
+    def scan(self, measured: dict[str, Any]) -> None:
+        large = measured["memory"]
+        size_gb = large["messages"] * large["value_bytes"] / 1e9
+        for way, name in (("files", "from files"), ("sent", "sent by the broker")):
+            self.at_most(f"memory of a scan of {size_gb:g} GB, {name}, MB", large[way]["peak_bytes"] / 1e6, 1000)
+
+    def console(self, measured: dict[str, Any]) -> None:
+        for row in measured["pages"]:
+            if row["page"] == "a file":
+                continue
+            groups = f"{row['groups']} group{'s' if row['groups'] > 1 else ''}"
+            self.at_most(f"console, {row['page']}, {groups}, p50, ms", row["p50_ms"], 500)
+
     def spark(self, measured: dict[str, Any]) -> None:
         for row, target in zip(measured["scans"], (0.70, 0.50), strict=True):
             self.at_least(f"Spark's scan / its ceiling, {row['message_bytes']:.0f} B", row["ratio"], target)
@@ -280,6 +310,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=(*PARTS, *LONG_PARTS), action="append")
+    parser.add_argument("--gigabytes", type=float, default=scan.GIGABYTES, help="size of the topic for a scan's memory")
+    parser.add_argument("--remark", help="a sentence about this run, for the report")
     parser.add_argument("--output", type=Path, default=RESULTS / "latest.json")
     arguments = parser.parse_args()
     runners: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -289,6 +321,8 @@ def main() -> int:
         "rebalance": run_rebalance,
         "replication": run_replication,
         "transactions": run_transactions,
+        "scan": partial(run_scan, gigabytes=arguments.gigabytes),
+        "console": run_console,
         "spark": run_spark,
         "failover": run_failover,
         "rolling": run_rolling,
@@ -296,6 +330,8 @@ def main() -> int:
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds
+    if arguments.remark:
+        results["remark"] = arguments.remark
     if gives_memory_back():
         say("This machine gives freed memory back to its host, which may slow down writes by up to six times.")
         say("To turn that off, as root: echo 11 > /sys/module/page_reporting/parameters/page_reporting_order")
