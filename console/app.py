@@ -235,13 +235,13 @@ async def _health(view: ConsoleView, _request: Request) -> tuple[str, dict[str, 
 
 
 async def _brokers(view: ConsoleView, _request: Request) -> tuple[str, dict[str, Any]]:
-    load, replicas = await asyncio.gather(view.load(), answer_or_problem(view.admin.replicas()))
+    load, replicas = await asyncio.gather(view.load(with_groups=False), answer_or_problem(view.admin.replicas()))
     problem = replicas.problem if isinstance(replicas, MetamqError) else ""
     return "brokers.html", {"load": load, "problem": problem, "replicas": {} if problem else replicas}
 
 
 async def _topics(view: ConsoleView, _request: Request) -> tuple[str, dict[str, Any]]:
-    return "topics.html", {"load": await view.load()}
+    return "topics.html", {"load": await view.load(with_groups=False)}
 
 
 async def _topic(view: ConsoleView, request: Request) -> tuple[str, dict[str, Any]]:
@@ -249,7 +249,7 @@ async def _topic(view: ConsoleView, request: Request) -> tuple[str, dict[str, An
 
 
 async def _groups(view: ConsoleView, _request: Request) -> tuple[str, dict[str, Any]]:
-    return "groups.html", {"load": await view.load()}
+    return "groups.html", {"load": await view.load(with_groups=True)}
 
 
 async def _group(view: ConsoleView, request: Request) -> tuple[str, dict[str, Any]]:

@@ -65,7 +65,8 @@ class ConsoleView:
         self.client = client
         """The arguments of clients of this cluster."""
         self._doctor = doctor
-        self._samples: list[Sample] = []
+        self._samples: dict[bool, list[Sample]] = {True: [], False: []}
+        """The last samples, with the groups and without."""
         self._pool = ThreadPoolExecutor(1, "metamq-console-doctor")
         self._visit: asyncio.Future[bool] | None = None
         self._visit_ended_s = 0.0
@@ -75,17 +76,20 @@ class ConsoleView:
         """Ends the doctor's next visits; the present one ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def load(self) -> ClusterLoad:
-        """Returns the figures of `metamq top`, with rates since the last visit. Raises MetamqError."""
-        if not self._samples or time.monotonic() - self._samples[-1].at_s >= SAMPLE_S:
-            self._samples = [*self._samples[-1:], await self._sample()]
-        return figures(self._samples[0], self._samples[-1])
+    async def load(self, *, with_groups: bool) -> ClusterLoad:
+        """Returns the figures of `metamq top`, with rates since the last visit. Raises MetamqError.
 
-    async def _sample(self) -> Sample:
+        A group of a thousand partitions takes two thousand reads: pages that do not show groups leave them out.
+        """
+        samples = self._samples[with_groups]
+        if not samples or time.monotonic() - samples[-1].at_s >= SAMPLE_S:
+            self._samples[with_groups] = samples = [*samples[-1:], await self._sample(with_groups)]
+        return figures(samples[0], samples[-1])
+
+    async def _sample(self, with_groups: bool) -> Sample:
         admin = self.admin
-        brokers, topics, groups = await asyncio.gather(
-            within_time(admin.brokers()), within_time(admin.topics()), within_time(admin.groups())
-        )
+        brokers, topics = await asyncio.gather(within_time(admin.brokers()), within_time(admin.topics()))
+        groups = await within_time(admin.groups()) if with_groups else []
         live = [broker_id for broker_id, one in brokers.items() if one.live]
         asked, described = await asyncio.gather(
             asyncio.gather(*(answer_or_problem(admin.statistics(one)) for one in live)),

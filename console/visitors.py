@@ -140,7 +140,7 @@ class Visitors:
         async with contextlib.AsyncExitStack() as stack:
             view = ConsoleView(await stack.enter_async_context(Admin(**client)), client, self._doctor(access))
             stack.callback(view.close)
-            await answer_or_problem(view.load())  # so that the first page has rates
+            await answer_or_problem(view.load(with_groups=False))  # so that the first page has rates
             self._known[key] = _Known(view, stack.pop_all(), time.monotonic())
         return self._known[key]
 
