@@ -46,6 +46,7 @@ from metamq.zk.groups.plans import PLAN_BYTES_MAX, PLAN_HINT, read_plan
 from metamq.zk.security.lists import damaged_lists
 from metamq.zk.server import jars
 from metamq.zk.server.java import find_java, java_version
+from metamq.zk.server.load import ServerLoad, load_of
 from metamq.zk.servers import parse_servers
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def look(settings: Globals, report: Callable[[Finding], None], access: ClusterAc
     report(Finding("settings", "ok", f"ZooKeeper at {access.zookeeper}, root {access.root}, {source}"))
     for finding in _environment():
         report(finding)
-    reached = [_probe(host, port, report) for host, port in hosts]
+    plain = not (access.security.is_on and access.security.zookeeper_tls)
+    reached = [_probe(host, port, report, plain=plain) for host, port in hosts]
     if not any(reached):
         return False
     try:
@@ -202,7 +204,7 @@ def _disk() -> Finding:
 # ZooKeeper
 
 
-def _probe(host: str, port: int, report: Callable[[Finding], None]) -> bool:
+def _probe(host: str, port: int, report: Callable[[Finding], None], *, plain: bool) -> bool:
     what = f"ZooKeeper server {host}:{port}"
     began = time.monotonic()
     try:
@@ -211,8 +213,23 @@ def _probe(host: str, port: int, report: Callable[[Finding], None]) -> bool:
         hint = "Start one with `metamq up`, or give the address of yours: --zookeeper or METAMQ_ZOOKEEPER."
         report(Finding(what, "problem", f"not reachable: {(error.strerror or str(error)).lower()}", hint))
         return False
-    report(Finding(what, "ok", f"listens, connected in {(time.monotonic() - began) * 1000:.1f} ms"))
+    found = f"listens, connected in {(time.monotonic() - began) * 1000:.1f} ms"
+    load_now: ServerLoad | None = None
+    if plain:
+        with contextlib.suppress(OSError):  # a server that does not answer is another finding
+            load_now = load_of(host, port, TIMEOUT_S)
+    report(Finding(what, "ok", found) if load_now is None else memory_finding(what, found, load_now))
     return True
+
+
+def memory_finding(what: str, found: str, load_now: ServerLoad) -> Finding:
+    """The finding on a server that answers: `found`, and the memory that its nodes take."""
+    if load_now.memory_bytes_max is None:
+        return Finding(what, "ok", f"{found}, {count(load_now.nodes, 'node')}")
+    nodes = f"{count(load_now.nodes, 'node')}, about {show_bytes(load_now.nodes_bytes)}"
+    found = f"{found}, {nodes} of {show_bytes(load_now.memory_bytes_max)} of memory"
+    hint = "Start it with more memory, `metamq zookeeper --memory 2GiB`, or delete unused groups: `metamq group list`."
+    return Finding(what, "warning", found, hint) if load_now.is_high else Finding(what, "ok", found)
 
 
 async def _look_inside(access: ClusterAccess, report: Callable[[Finding], None]) -> None:

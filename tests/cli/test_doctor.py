@@ -45,6 +45,10 @@ def test_all_is_well(metamq: Metamq, topic: str) -> None:
     assert findings[f"group {topic}"]["status"] == "ok"
     assert "epoch 1" in findings["broker 0"]["detail"]
     assert not [finding for finding in looked.json if finding["status"] == "problem"]
+    (zookeeper,) = (one for one in findings if one.startswith("ZooKeeper server"))
+    assert re.search(
+        r"listens, connected in .* ms, \d+ nodes, about .*iB of .*iB of memory$", findings[zookeeper]["detail"]
+    )
     lines = metamq("doctor").text.splitlines()
     assert f"ok       topic {topic}: 1 partition, 1 message" in lines
 

@@ -349,7 +349,7 @@ class EmbeddedZooKeeper:
             "admin.enableServer": "false",
             "autopurge.snapRetainCount": 3,
             "autopurge.purgeInterval": 1,
-            "4lw.commands.whitelist": "conf,srvr",
+            "4lw.commands.whitelist": "conf,envi,srvr",
         }
         if self._ensemble is not None:
             settings |= self._ensemble.settings(TICK_MS)
