@@ -182,7 +182,7 @@ class Scan:
             return record_batches(tasks, self._plain)
         from metamq.client.scan.typed_values import place_and
 
-        return self._values.typed_batches(record_batches(tasks, place_and(self._plain)), self.schema)
+        return self._values.typed_batches(record_batches(tasks, place_and(self.schema)), self.schema)
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
         import pyarrow as pa
@@ -203,10 +203,10 @@ def _check_decode(decode: str | None, names: Collection[str], typed: Topic[Any] 
 
 def _typed_values(typed: Topic[Any] | None, name: str, config: TopicConfig) -> TypedValues:
     """Returns the maker of the typed column. Raises ConfigError."""
-    from metamq.client.scan.typed_values import TypedValues, typed_topic
+    from metamq.client.scan.typed_values import TypedValues, newest_schema
 
     if typed is None:
-        return TypedValues(name, *typed_topic(name, config.schemas))
+        return newest_schema(name, config.schemas).reader()
     if typed.schema.format != "avro":
         return TypedValues(name, typed.schema, None, is_framed=typed.has_versions)
     typed.learn(config.schemas.by_version)

@@ -20,6 +20,7 @@ class SchemaFrame:
     """The framing of one topic."""
 
     BYTES: ClassVar[int] = 5
+    PROBLEM: ClassVar[str] = "it does not begin with a zero byte and the id of a schema"
 
     def __init__(self, topic: str, definition: str) -> None:
         """`definition` is the schema that this process writes."""
@@ -48,7 +49,7 @@ class SchemaFrame:
     def body(cls, data: bytes, *, has_indexes: bool) -> bytes:
         """Returns the value of a message of any version. Raises ValueError."""
         if len(data) < cls.BYTES or data[0] != 0:
-            raise ValueError("it does not begin with a zero byte and the id of a schema")
+            raise ValueError(cls.PROBLEM)
         if not has_indexes:
             return data[cls.BYTES :]
         count, at = _varint(data, cls.BYTES)
@@ -59,7 +60,7 @@ class SchemaFrame:
     def version_of(self, data: bytes) -> int:
         """Returns the version of a message. Raises ValueError."""
         if len(data) < self.BYTES or data[0] != 0:
-            raise ValueError("it does not begin with a zero byte and the id of a schema")
+            raise ValueError(self.PROBLEM)
         version = int.from_bytes(data[1 : self.BYTES], "big")
         if version not in self._known:
             raise ValueError(f"its schema has the version {version}, which is not known here: call load_schemas(topic)")
