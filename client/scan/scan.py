@@ -73,9 +73,10 @@ def scan(
                   from "earliest", or up to "latest". All of it is fixed when this function returns.
     columns:      some of topic, partition, offset, key, value, headers, timestamp, in any order; the default is all.
                   The others are not decoded.
-    decode:       "schema" makes `value` a struct with the fields of the newest registered schema, of JSON or Avro. A
-                  Topic instead of a name makes it a struct with the fields of its type. A field that a message lacks
-                  is null; with Avro it has its default. A value that does not decode raises DecodeError.
+    decode:       "schema" makes `value` a struct with the fields of the newest registered schema, of JSON, Avro or
+                  Arrow. A Topic instead of a name makes it a struct with the fields of its type. A field that a message
+                  lacks is null; with Avro it has its default. Each row of an Arrow message is a row. A value that does
+                  not decode raises DecodeError.
     on_data_loss: the action if retention removed messages of the table: "fail" raises OffsetOutOfRange, "earliest"
                   continues with the first message that is left, with a warning. After an unclean failover it leaves out
                   the rest of that partition: messages that took the place of lost ones are newer than the scan.
@@ -207,7 +208,7 @@ def _typed_values(typed: Topic[Any] | None, name: str, config: TopicConfig) -> T
 
     if typed is None:
         return newest_schema(name, config.schemas).reader()
-    if typed.schema.format != "avro":
+    if typed.schema.format not in ("avro", "arrow"):
         return TypedValues(name, typed.schema, None, is_framed=typed.has_versions)
     typed.learn(config.schemas.by_version)
     return TypedValues(name, typed.schema, typed.decode)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from metamq.client.fetch.arrow import SCHEMA
+from metamq.client.schemas.arrow import arrow_schema, fitted
 from metamq.client.schemas.compatibility import shape_of
 from metamq.client.schemas.frame import SchemaFrame
 from metamq.client.schemas.topic import Topic
@@ -44,16 +46,19 @@ class ValueSchema(NamedTuple):
     topic: str
     schema: Schema
     versions: dict[int, str]
-    """The registered definitions. An Avro value is read by the definition of its writer."""
+    """The registered definitions. A value of Avro or Arrow is read by the definition of its writer."""
 
     def reader(self, kind: Any = None, hint: str = HINT) -> TypedValues:
         """Returns the reader of values. `kind`: an Arrow type with some of the schema's fields; the default is all.
         Raises ConfigError for a schema that has no columns."""
-        decode = None
+        topic = None
         if self.schema.format == "avro":
             topic = Topic.avro(self.topic, self.schema.definition)
+        elif self.schema.format == "arrow":
+            topic = Topic.arrow(self.topic, arrow_schema(self.schema.definition))
+        if topic is not None:
             topic.learn(self.versions)
-            decode = topic.decode
+        decode = None if topic is None else topic.decode
         return TypedValues(self.topic, self.schema, decode, kind=kind, hint=hint)
 
 
@@ -86,7 +91,10 @@ class TypedValues:
         if schema.format == "protobuf":
             refused = "Scan the topic's name, and decode the column `value` by the class."
             raise ConfigError(f"topic {topic!r} has Protobuf values, which have no Arrow columns here", hint=refused)
-        self.type: Any = kind or _type_of(shape_of(topic, schema), "")
+        self._has_rows = schema.format == "arrow"
+        """True if a message has several rows."""
+        of_arrow = pa.struct(list(arrow_schema(schema.definition))) if self._has_rows else None
+        self.type: Any = kind or of_arrow or _type_of(shape_of(topic, schema), "")
         """The Arrow type of the column `value`."""
         if not pa.types.is_struct(self.type) or not self.type.num_fields:
             raise ConfigError(f"the schema of topic {topic!r} has no fields", hint="Scan the topic's name.")
@@ -107,10 +115,19 @@ class TypedValues:
         except Exception:
             self._raise_for_first(batch)
             raise
+        if self._has_rows:
+            messages, values = pc.list_parent_indices(values), values.flatten()
+            batch = batch.drop_columns("value").take(messages)
         columns = [values if name == "value" else batch.column(name) for name in schema.names]
         return pa.RecordBatch.from_arrays(columns, schema=schema)
 
     def _values(self, values: pa.Array) -> pa.Array:
+        """Returns a struct for each value, or with Arrow a list of structs."""
+        if self._decode is not None and self._has_rows:
+            found = list(map(self._decode, values.to_pylist()))
+            ends = pa.array(accumulate((rows.num_rows for rows in found), initial=0), pa.int32())
+            whole = pa.concat_arrays([fitted(rows.to_struct_array(), self.type) for rows in found])
+            return pa.ListArray.from_arrays(ends, whole)
         if self._decode is not None:
             return pa.array(list(map(self._decode, values.to_pylist())), type=self.type)
         if self._is_framed is not False:

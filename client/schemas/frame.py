@@ -7,13 +7,18 @@ then         the value; for Protobuf first the indexes of the message type in it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from metamq.errors import ConfigError
 
 if TYPE_CHECKING:
     from metamq.client.schemas.value_codec import ValueCodec
+
+T = TypeVar("T")
+
+log = logging.getLogger("metamq.client")
 
 
 class SchemaFrame:
@@ -65,6 +70,18 @@ class SchemaFrame:
         if version not in self._known:
             raise ValueError(f"its schema has the version {version}, which is not known here: call load_schemas(topic)")
         return version
+
+
+def parsed_versions(topic: str, versions: Mapping[int, str], parse: Callable[[str], T]) -> dict[int, T]:
+    """Returns the parsed definitions. One that is wrong is left out, with a warning: only messages of that version
+    cannot be read."""
+    found = dict[int, T]()
+    for version, one in versions.items():
+        try:
+            found[version] = parse(one)
+        except ConfigError as error:
+            log.warning("version %d of the schemas of topic %r is left out: %s", version, topic, error)
+    return found
 
 
 def framed(topic: str, codec: ValueCodec) -> ValueCodec:

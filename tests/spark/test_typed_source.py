@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,28 @@ def test_framed_json_is_read(spark: Any, running: Cluster, admin: Admin, produce
     send(producer, topic, Order(1))
     send(producer, topic.name, b'{"number": 2}')
     assert as_dicts(reader(spark, topic.name).load()) == [{"number": 1}, {"number": 2}] == scanned(running, topic.name)
+
+
+def test_rows_of_arrow_are_read_with_their_types(
+    spark: Any, running: Cluster, admin: Admin, producer: Producer[Any]
+) -> None:
+    fields = [("number", pa.int32()), ("at", pa.timestamp("ns", tz="UTC")), ("price", pa.decimal128(9, 2))]
+    topic = Topic.arrow(new_topic(running, 2), pa.schema(fields))
+    admin.register_schema(topic)
+    rows = [{"number": number, "at": AT, "price": Decimal("1.25")} for number in range(50_000)]
+    producer.send_table(topic, pa.Table.from_pylist(rows, schema=pa.schema(fields))).result(60)
+    wider = Topic.arrow(topic.name, pa.schema([("number", pa.int64()), *fields[1:], ("seats", pa.int8())]))
+    admin.register_schema(wider)
+    frame = reader(spark, topic.name).load()
+    assert dict(frame.dtypes)["value"] == "struct<number:bigint,at:timestamp,price:decimal(9,2),seats:tinyint>"
+    found = frame.selectExpr("sum(value.number)", "sum(value.price)", "count(value.seats)", "max(value.at)").collect()
+    assert [*found[0]][:3] == [sum(range(50_000)), Decimal("62500.00"), 0]
+    assert found[0][3].astimezone(UTC) == AT
+    some = reader(spark, topic.name).schema("value struct<price: decimal(9,2)>").load()
+    assert some.where("value.price = 1.25").count() == 50_000
+    admin.register_schema(other := new_topic(running), Topic.arrow(other, pa.schema([("a", pa.uint64())])).schema)
+    with pytest.raises(Exception, match=f"the schema of topic '{other}' has a type that Spark lacks"):
+        reader(spark, other).load()
 
 
 @pytest.mark.parametrize("face", ["read", "readStream"])
