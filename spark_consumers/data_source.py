@@ -34,24 +34,21 @@ class DefaultSource(DataSource):
         return "metamq"
 
     def schema(self) -> StructType:
-        """Returns all columns; a user's own schema may have some of them. Raises ConfigError for a wrong option."""
-        from pyspark.sql.types import StructType
-
-        from metamq.spark_consumers.source.options import check_options, parse_options, wants_headers
+        """Returns all columns; a user's own schema may have some of them. Raises ConfigError for a wrong option; with
+        `decode` also if the topic has no schema, and ConnectError."""
+        from metamq.spark_consumers.source.options import check_options, parse_options
 
         of_table = _given_for_table(self.options)
-        if of_table is None:
-            check_options(self.options)  # load() asks for the schema; readers are made only when a query is planned
-            return StructType.fromJson(full_schema(wants_headers(self.options)))
-        parse_options(of_table, streaming=False)
-        return _schema_with_options(wants_headers(of_table), of_table)
+        if of_table is None:  # load() asks for the schema; readers are made only when a query is planned
+            return _schema(check_options(self.options), None)
+        return _schema(parse_options(of_table, streaming=False), of_table)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Returns the reader of a batch query. Raises ConfigError for a wrong option or column."""
         from metamq.spark_consumers.source.options import parse_options
 
         options = parse_options(_of_query(self.options, schema), streaming=False)
-        _check(schema)
+        _check(schema, options)
         return BatchReader(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
@@ -62,7 +59,7 @@ class DefaultSource(DataSource):
         try:
             check_is_there("readStream", STREAM_READS, "Read in batches: spark.read, from offsets that you keep.")
             options = parse_options(_of_query(self.options, schema), streaming=True)
-            _check(schema)
+            _check(schema, options)
         except MetamqError as error:
             return RefusedReader(error)
         from metamq.spark_consumers.driver.stream_reader import StreamReader
@@ -92,8 +89,9 @@ class DefaultSource(DataSource):
         return ExactStreamWriter(options, checkpoint)
 
 
-def _check(schema: StructType) -> None:
-    check_columns([(field.name, field.dataType.simpleString()) for field in schema.fields])
+def _check(schema: StructType, options: SourceOptions) -> None:
+    columns = [(field.name, field.dataType.simpleString()) for field in schema.fields]
+    check_columns(columns, is_decoded=options.decoded is not None)
 
 
 class BatchReader(DataSourceReader):
@@ -107,11 +105,13 @@ class BatchReader(DataSourceReader):
         """Returns a task for each range."""
         from metamq.spark_consumers.driver.planning import batch_ranges, tasks
         from metamq.spark_consumers.driver.query_view import QueryView
+        from metamq.spark_consumers.source.typed_value import planned_schema
 
         with QueryView(self._options.access) as view:
             ranges = batch_ranges(view, self._options)
             topics = {one.tp.topic for one in ranges}
-            return [RangePartition(task) for task in tasks(view, self._options, ranges, topics=topics)]
+            values = planned_schema(view, self._options, self._schema)
+            return [RangePartition(task, values) for task in tasks(view, self._options, ranges, topics=topics)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Reads a range, in an executor."""
@@ -161,12 +161,16 @@ def _given_for_table(options: Mapping[str, str]) -> dict[str, str] | None:
     return {key[len(_PREFIX) :]: text for key, text in options.items() if key.startswith(_PREFIX)}
 
 
-def _schema_with_options(include_headers: bool, options: Mapping[str, str]) -> StructType:
-    """Returns all columns, with the options in them."""
+def _schema(options: SourceOptions, of_table: Mapping[str, str] | None) -> StructType:
+    """Returns all columns; those of a table have its options."""
     from pyspark.sql.types import StructType
 
-    document = full_schema(include_headers)
-    document["fields"][0]["metadata"] = {METADATA: json.dumps(dict(options))}
+    from metamq.spark_consumers.source.typed_value import value_type
+
+    value = value_type(options)
+    document = full_schema(options.include_headers, value and value.jsonValue())
+    if of_table is not None:
+        document["fields"][0]["metadata"] = {METADATA: json.dumps(dict(of_table))}
     return StructType.fromJson(document)
 
 

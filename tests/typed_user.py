@@ -33,6 +33,7 @@ from metamq import (
     TopicPartition,
     __version__,
     aio,
+    scan,
 )
 from metamq.errors import BufferFull, DeliveryTimeout, MetamqError, OwnershipLost
 from metamq.testing import BrokerProcess, Cluster, cluster
@@ -53,7 +54,9 @@ async def with_a_typed_topic() -> None:
     assert_type(PARCELS, Topic[Parcel])
     assert_type(PARCELS.decode(b"{}"), Parcel)
     assert_type(Topic.avro("trips", "{}"), Topic[dict[str, Any]])
+    assert_type(Topic.arrow("readings", object()), Topic[Any])
     with Producer() as producer:
+        producer.send_table(Topic.arrow("readings", object()), scan("readings"))
         assert_type(producer.send(PARCELS, Parcel(1), "key").result(), Receipt)
         producer.send_many(PARCELS, [Parcel(1), Parcel(2)])
         producer.send(PARCELS, b"1")  # type: ignore[misc]  # pyright: ignore[reportArgumentType, reportCallIssue]

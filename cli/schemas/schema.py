@@ -31,7 +31,10 @@ def _definition(function: F) -> F:
     options = (
         click.argument("file", type=click.File("rb")),
         click.option(
-            "--format", "kind", type=click.Choice(["json", "avro"]), help="Format; without it the file decides."
+            "--format",
+            "kind",
+            type=click.Choice(["json", "avro", "arrow"]),
+            help="Format; else the file decides.",
         ),
         click.option("--message", metavar="NAME", help="The file is a Protobuf descriptor set; this is the message."),
     )
@@ -48,6 +51,8 @@ def _read(file: BinaryIO, kind: str | None, message: str | None) -> Schema:
         raise ConfigError(f"{file.name} has more than {SCHEMAS_BYTES_MAX:,} bytes, the limit of schemas", hint=hint)
     if message is not None:
         return Schema("protobuf", f"{message} {base64.b64encode(data).decode()}")
+    if kind == "arrow":
+        return Schema("arrow", base64.b64encode(data).decode())
     try:
         text = data.decode()
     except UnicodeDecodeError:

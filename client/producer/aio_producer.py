@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from metamq.client.checks import check_callables, check_timeout
 from metamq.client.opened_later import OpenedLater
@@ -16,6 +16,7 @@ from metamq.client.typevars import T
 
 if TYPE_CHECKING:
     from metamq.client.producer.outgoing import OutgoingBatch
+    from metamq.client.schemas.topic import Topic
     from metamq.security.config import SecurityConfig
 
 
@@ -55,24 +56,24 @@ class BaseProducer(OpenedLater, ProducerApi[T]):
         await self._core.open(self._access)
         return self
 
-    async def send_table(self, topic: str, table: ArrowTable) -> ManyDelivery:
+    async def send_table(self, topic: str | Topic[Any], table: ArrowTable) -> ManyDelivery:
         """Accepts the rows of a table; see metamq.Producer.send_table. Await the result to know that they are stored.
 
         Waits, as drain() does, while the buffer is full. Another thread reads the table, except in a transaction.
         """
         self._check_usable()
         tools = table_tools()
-        rows = await asyncio.to_thread(tools.rows_of, table)
+        name, rows = await asyncio.to_thread(tools.rows_of, topic, table)
         if self._has_transactions:
-            sent: ManyDelivery | None = self._send_many_in(topic, lambda: tools.messages_in(rows))
+            sent: ManyDelivery | None = self._send_many_in(name, lambda: tools.messages_in(rows))
             if sent is not None:
                 return sent
-        config = await self._core.open_topic(topic)
+        config = await self._core.open_topic(name)
         pieces = tools.batches_of(rows, config, self._core.options)
         parts: list[OutgoingBatch] = []
         while (batches := await asyncio.to_thread(next, pieces, None)) is not None:
             await self._core.drain()
-            self._core.accumulator.add_batches(topic, batches)
+            self._core.accumulator.add_batches(name, batches)
             parts += batches
         return ManyDelivery(self._core, parts)
 

@@ -23,6 +23,7 @@ from metamq.errors import ConfigError, ForkedError
 
 if TYPE_CHECKING:
     from metamq.client.producer.outgoing import OutgoingBatch
+    from metamq.client.schemas.topic import Topic
     from metamq.security.config import SecurityConfig
 
 log = logging.getLogger("metamq.client")
@@ -77,12 +78,13 @@ class BaseProducer(ProducerApi[T]):
         self._closed = False
         _unclosed.add(self)
 
-    def send_table(self, topic: str, table: ArrowTable) -> ManyDelivery:
+    def send_table(self, topic: str | Topic[Any], table: ArrowTable) -> ManyDelivery:
         """Accepts the rows of a table: of Arrow, Polars, pandas, DuckDB, or a metamq.scan(). Thread-safe.
 
         Its columns are those of metamq.scan(): `value`, and optionally `key`, `headers`, `timestamp` and `partition`. A
         null means the same as no column. `topic` and `offset` are ignored; any other column is an error. `encode=` is
-        not applied. The partitioner is called once for each different key.
+        not applied. The partitioner is called once for each different key. With a Topic of Arrow the columns are the
+        fields of its schema, and a message has many rows.
 
         The table is read while the buffer has capacity, so it may be larger than the memory; this waits for capacity,
         whatever `on_full` is. In a transaction all rows are in memory. Raises ConfigError for a wrong column,
@@ -91,16 +93,16 @@ class BaseProducer(ProducerApi[T]):
         self._check_usable()
         self._core.check_not_inside()
         tools = table_tools()
-        rows = tools.rows_of(table)
+        name, rows = tools.rows_of(topic, table)
         if self._has_transactions:
-            sent: ManyDelivery | None = self._send_many_in(topic, lambda: tools.messages_in(rows))
+            sent: ManyDelivery | None = self._send_many_in(name, lambda: tools.messages_in(rows))
             if sent is not None:
                 return sent
-        config = self._background.run(self._core.open_topic(topic))
+        config = self._background.run(self._core.open_topic(name))
         parts: list[OutgoingBatch] = []
         for batches in tools.batches_of(rows, config, self._core.options):
             self._background.run(self._core.drain())
-            self._core.accumulator.add_batches(topic, batches)
+            self._core.accumulator.add_batches(name, batches)
             parts += batches
         return ManyDelivery(self._core, parts)
 

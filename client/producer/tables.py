@@ -19,6 +19,7 @@ from metamq.client.producer.batching import Batcher, ColumnarBatch
 from metamq.client.producer.outgoing import CheckedMessage
 from metamq.client.producer.packed_headers import check_headers
 from metamq.client.producer.partitioner import partitioner_named
+from metamq.client.schemas.topic import Topic
 from metamq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 8 * 1024 * 1024
 """About the bytes of the rows that are taken at a time. The producer's buffer is checked for each piece."""
+PACKED_BYTES = 256 * 1024
+"""The size of a message of Arrow rows: batching gains no more, and a reader holds a whole message."""
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 TIME = pa.timestamp("us", tz="UTC")
 TYPES = {"key": pa.binary(), "value": pa.binary(), "headers": HEADERS, "timestamp": TIME, "partition": pa.string()}
@@ -75,15 +78,35 @@ def messages_in(rows: Iterable[pa.RecordBatch]) -> list[AnyMessage]:
     return found
 
 
-def rows_of(table: Any) -> Iterator[pa.RecordBatch]:
-    """Yields the rows some at a time, with columns of TYPES; `timestamp` as int64. Raises ConfigError, WrongType."""
+def rows_of(topic: str | Topic[Any], table: Any) -> tuple[str, Iterator[pa.RecordBatch]]:
+    """Returns the topic's name, and the messages some at a time, with columns of TYPES; `timestamp` as int64. Raises
+    ConfigError, WrongType."""
     if not hasattr(table, "__arrow_c_stream__"):
         raise wrong_type(
             "`table`", "a table of Arrow, Polars, pandas or DuckDB (an object with __arrow_c_stream__)", table
         )
     reader = pa.RecordBatchReader.from_stream(table)
+    pieces = (piece for rows in reader for piece in _pieces(rows))
+    if isinstance(topic, Topic):
+        if topic.schema.format != "arrow":
+            hint = "Encode them in the table's column 'value', and give the topic's name."
+            raise ConfigError(f"send_table() does not encode the values of {topic!r}", hint=hint)
+        return topic.name, (_packed(topic, piece) for piece in pieces)
     _check_columns(reader.schema)
-    return (piece for rows in reader for piece in map(_cast, _pieces(rows)))
+    return topic, map(_cast, pieces)
+
+
+def _packed(topic: Topic[Any], rows: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array(_encoded(topic, rows), pa.binary())], names=["value"])
+
+
+def _encoded(topic: Topic[Any], rows: pa.RecordBatch) -> list[bytes]:
+    """Returns the rows in messages of at most PACKED_BYTES, or of one row."""
+    data = topic.encode(rows)
+    if len(data) <= PACKED_BYTES or rows.num_rows <= 1:
+        return [data]
+    half = rows.num_rows // 2
+    return _encoded(topic, rows.slice(0, half)) + _encoded(topic, rows.slice(half))
 
 
 def _check_columns(schema: pa.Schema) -> None:

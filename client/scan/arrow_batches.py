@@ -7,7 +7,7 @@ small column would keep all of the received bytes in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -51,7 +51,7 @@ class ArrowBatches:
         makers = _MAKERS | {"key": _keys()} | {name: _constant(value) for name, value in known.items()}
         self._makers = [makers[name] for name in schema.names]
 
-    def of(self, chunks: Iterable[Iterable[tuple[BatchHeader, memoryview]]]) -> Iterator[pa.RecordBatch]:
+    def of(self, chunks: Iterable[Iterable[tuple[BatchHeader, memoryview]]]) -> Generator[pa.RecordBatch, None, None]:
         """Yields the messages of the fetched chunks that are in the range. Raises UndecodableBatch."""
         for chunk in chunks:
             for header, data in chunk:

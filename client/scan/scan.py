@@ -73,9 +73,10 @@ def scan(
                   from "earliest", or up to "latest". All of it is fixed when this function returns.
     columns:      some of topic, partition, offset, key, value, headers, timestamp, in any order; the default is all.
                   The others are not decoded.
-    decode:       "schema" makes `value` a struct with the fields of the newest registered schema, of JSON or Avro. A
-                  Topic instead of a name makes it a struct with the fields of its type. A field that a message lacks
-                  is null; with Avro it has its default. A value that does not decode raises DecodeError.
+    decode:       "schema" makes `value` a struct with the fields of the newest registered schema, of JSON, Avro or
+                  Arrow. A Topic instead of a name makes it a struct with the fields of its type. A field that a message
+                  lacks is null; with Avro it has its default. Each row of an Arrow message is a row. A value that does
+                  not decode raises DecodeError.
     on_data_loss: the action if retention removed messages of the table: "fail" raises OffsetOutOfRange, "earliest"
                   continues with the first message that is left, with a warning. After an unclean failover it leaves out
                   the rest of that partition: messages that took the place of lost ones are newer than the scan.
@@ -182,7 +183,7 @@ class Scan:
             return record_batches(tasks, self._plain)
         from metamq.client.scan.typed_values import place_and
 
-        return self._values.typed_batches(record_batches(tasks, place_and(self._plain)), self.schema)
+        return self._values.typed_batches(record_batches(tasks, place_and(self.schema)), self.schema)
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
         import pyarrow as pa
@@ -203,11 +204,11 @@ def _check_decode(decode: str | None, names: Collection[str], typed: Topic[Any] 
 
 def _typed_values(typed: Topic[Any] | None, name: str, config: TopicConfig) -> TypedValues:
     """Returns the maker of the typed column. Raises ConfigError."""
-    from metamq.client.scan.typed_values import TypedValues, typed_topic
+    from metamq.client.scan.typed_values import TypedValues, newest_schema
 
     if typed is None:
-        return TypedValues(name, *typed_topic(name, config.schemas))
-    if typed.schema.format != "avro":
+        return newest_schema(name, config.schemas).reader()
+    if typed.schema.format not in ("avro", "arrow"):
         return TypedValues(name, typed.schema, None, is_framed=typed.has_versions)
     typed.learn(config.schemas.by_version)
     return TypedValues(name, typed.schema, typed.decode)

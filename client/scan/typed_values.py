@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from metamq.client.fetch.arrow import SCHEMA
+from metamq.client.schemas.arrow import arrow_schema, fitted
 from metamq.client.schemas.compatibility import shape_of
 from metamq.client.schemas.frame import SchemaFrame
 from metamq.client.schemas.topic import Topic
@@ -38,32 +40,61 @@ PLACE = ("topic", "partition", "offset", "key")
 HINT = "Give `end=` and `start=` around it, or scan the topic's name and decode its values yourself."
 
 
-def typed_topic(name: str, schemas: TopicSchemas) -> tuple[Schema, Callable[[bytes], Any] | None]:
-    """Returns the newest schema of a topic, and a function that decodes Avro. Raises ConfigError without a schema."""
+class ValueSchema(NamedTuple):
+    """The schema by which the values of a topic are read: it can be pickled, for the tasks of Spark."""
+
+    topic: str
+    schema: Schema
+    versions: dict[int, str]
+    """The registered definitions. A value of Avro or Arrow is read by the definition of its writer."""
+
+    def reader(self, kind: Any = None, hint: str = HINT) -> TypedValues:
+        """Returns the reader of values. `kind`: an Arrow type with some of the schema's fields; the default is all.
+        Raises ConfigError for a schema that has no columns."""
+        topic = None
+        if self.schema.format == "avro":
+            topic = Topic.avro(self.topic, self.schema.definition)
+        elif self.schema.format == "arrow":
+            topic = Topic.arrow(self.topic, arrow_schema(self.schema.definition))
+        if topic is not None:
+            topic.learn(self.versions)
+        decode = None if topic is None else topic.decode
+        return TypedValues(self.topic, self.schema, decode, kind=kind, hint=hint)
+
+
+def newest_schema(name: str, schemas: TopicSchemas) -> ValueSchema:
+    """Returns the newest schema of a topic. Raises ConfigError for a topic without one."""
     if not schemas.versions:
         hint = f"Register one: `metamq topic schema register {name} FILE`."
         raise ConfigError(f"topic {name!r} has no registered schema", hint=hint)
-    newest = schemas.versions[-1]
-    if newest.format != "avro":
-        return newest, None
-    topic = Topic.avro(name, newest.definition)
-    topic.learn(schemas.by_version)
-    return newest, topic.decode
+    return ValueSchema(name, schemas.versions[-1], schemas.by_version)
 
 
 class TypedValues:
     """Makes the typed column of a scan."""
 
     def __init__(
-        self, topic: str, schema: Schema, decode: Callable[[bytes], Any] | None, *, is_framed: bool = False
+        self,
+        topic: str,
+        schema: Schema,
+        decode: Callable[[bytes], Any] | None,
+        *,
+        is_framed: bool | None = None,
+        kind: Any = None,
+        hint: str = HINT,
     ) -> None:
-        """Raises ConfigError for a schema that has no columns."""
+        """`is_framed`: True if each JSON value has Confluent's framing, None if each may have it. `kind`, `hint`: see
+        ValueSchema.reader(). Raises ConfigError for a schema that has no columns."""
         self._decode = decode
         self._is_framed = is_framed
+        self._hint = hint
         if schema.format == "protobuf":
-            hint = "Scan the topic's name, and decode the column `value` by the class."
-            raise ConfigError(f"topic {topic!r} has Protobuf values, which have no Arrow columns here", hint=hint)
-        self.type: Any = _type_of(shape_of(topic, schema), "")
+            refused = "Scan the topic's name, and decode the column `value` by the class."
+            raise ConfigError(f"topic {topic!r} has Protobuf values, which have no Arrow columns here", hint=refused)
+        self._has_rows = schema.format == "arrow"
+        """True if a message has several rows."""
+        of_arrow = pa.struct(list(arrow_schema(schema.definition))) if self._has_rows else None
+        self.type: Any = kind or of_arrow or _type_of(shape_of(topic, schema), "")
         """The Arrow type of the column `value`."""
         if not pa.types.is_struct(self.type) or not self.type.num_fields:
             raise ConfigError(f"the schema of topic {topic!r} has no fields", hint="Scan the topic's name.")
@@ -84,15 +115,23 @@ class TypedValues:
         except Exception:
             self._raise_for_first(batch)
             raise
+        if self._has_rows:
+            messages, values = pc.list_parent_indices(values), values.flatten()
+            batch = batch.drop_columns("value").take(messages)
         columns = [values if name == "value" else batch.column(name) for name in schema.names]
         return pa.RecordBatch.from_arrays(columns, schema=schema)
 
     def _values(self, values: pa.Array) -> pa.Array:
+        """Returns a struct for each value, or with Arrow a list of structs."""
+        if self._decode is not None and self._has_rows:
+            found = list(map(self._decode, values.to_pylist()))
+            ends = pa.array(accumulate((rows.num_rows for rows in found), initial=0), pa.int32())
+            whole = pa.concat_arrays([fitted(rows.to_struct_array(), self.type) for rows in found])
+            return pa.ListArray.from_arrays(ends, whole)
         if self._decode is not None:
             return pa.array(list(map(self._decode, values.to_pylist())), type=self.type)
-        if self._is_framed:
-            plain = [SchemaFrame.body(value, has_indexes=False) for value in values.to_pylist()]
-            values = pa.array(plain, pa.binary())
+        if self._is_framed is not False:
+            values = _without_frames(values, is_needed=bool(self._is_framed))
         count = len(values)
         numbers = pc.cast(pc.cast(pa.arange(0, count), pa.string()), pa.binary())
         parts = pa.scalar(b'{"i":'), numbers, pa.scalar(b',"v":'), values, pa.scalar(b"}\n")
@@ -115,13 +154,26 @@ class TypedValues:
             except Exception as error:
                 topic, partition, offset, key = (batch.column(name)[row].as_py() for name in PLACE)
                 wrong = DecodeError(topic, partition, offset, key, value[0].as_py(), error)
-                wrong.hint = HINT
+                wrong.hint = self._hint
                 raise wrong from error
 
 
 def place_and(schema: pa.Schema) -> pa.Schema:
-    """Returns the schema of the plain columns that a typed scan reads."""
-    return pa.schema([SCHEMA.field(name) for name in dict.fromkeys([*PLACE, *schema.names])])
+    """Returns the schema of the plain columns that are read for these, one of which is `value`."""
+    more = [SCHEMA.field(name) for name in PLACE if name not in schema.names]
+    at = schema.get_field_index("value")
+    return pa.schema([*schema.set(at, SCHEMA.field("value")), *more])
+
+
+def _without_frames(values: pa.Array, *, is_needed: bool) -> pa.Array:
+    """Returns the values without Confluent's framing; no JSON begins with its zero byte. Raises ValueError."""
+    enough = pc.greater_equal(pc.binary_length(values), SchemaFrame.BYTES)
+    framed = pc.and_(pc.starts_with(values, pattern=b"\0"), enough)
+    if not pc.any(framed).as_py() and not is_needed:
+        return values
+    if is_needed and not pc.all(framed).as_py():
+        raise ValueError(SchemaFrame.PROBLEM)
+    return pc.if_else(framed, pc.binary_replace_slice(values, 0, SchemaFrame.BYTES, b""), values)
 
 
 def _type_of(shape: Shape, path: str) -> Any:

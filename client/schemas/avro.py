@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
-from metamq.client.schemas.frame import SchemaFrame
+from metamq.client.schemas.frame import SchemaFrame, parsed_versions
 from metamq.client.schemas.shapes import ANY, Budget, Field, Kind, Shape
 from metamq.client.schemas.value_codec import ValueCodec, library
 from metamq.errors import ConfigError
 from metamq.zk.documents import parse
-
-log = logging.getLogger("metamq.client")
 
 _PLAIN = {"null": "null", "boolean": "boolean", "int": "int", "long": "long", "float": "float", "double": "double"}
 _PLAIN |= {"bytes": "bytes", "string": "text"}
@@ -32,16 +29,9 @@ def avro_codec(topic: str, definition: str) -> ValueCodec:
     frame = SchemaFrame(topic, own)
 
     def learn(versions: Mapping[int, str]) -> None:
-        texts = dict[int, str]()
-        for version, one in versions.items():
-            try:
-                text = avro_text(one)
-                writers[version] = _parsed(text)
-            except ConfigError as error:  # only messages of that version cannot be read
-                log.warning("version %d of the schemas of topic %r is left out: %s", version, topic, error)
-            else:
-                texts[version] = text
-        frame.learn(texts)
+        found = parsed_versions(topic, versions, lambda one: (text := avro_text(one), _parsed(text)))
+        writers.update({version: parsed for version, (_text, parsed) in found.items()})
+        frame.learn({version: text for version, (text, _parsed) in found.items()})
 
     def encode(value: Any) -> bytes:
         out = BytesIO()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from metamq.client.schemas.arrow import arrow_schema, arrow_shape, arrow_text
 from metamq.client.schemas.avro import avro_shape, avro_text
 from metamq.client.schemas.json_shape import json_shape
 from metamq.client.schemas.protobuf import protobuf_shape
@@ -30,6 +31,8 @@ def shape_of(topic: str, schema: Schema) -> Shape:
         return avro_shape(schema.definition)
     if schema.format == "protobuf":
         return protobuf_shape(schema.definition)
+    if schema.format == "arrow":
+        return arrow_shape(schema.definition)
     try:
         shape = json_shape(parse(schema.definition.encode()))
     except (ValueError, TypeError, AttributeError) as error:
@@ -45,6 +48,8 @@ def without_layout(topic: str, schema: Schema) -> Schema:
     TopicSchemas((schema,)).validate(topic)
     if schema.format == "avro":
         return replace(schema, definition=avro_text(schema.definition))
+    if schema.format == "arrow":
+        return replace(schema, definition=arrow_text(arrow_schema(schema.definition)))
     if schema.format != "json":
         return schema
     try:

@@ -7,19 +7,25 @@ then         the value; for Protobuf first the indexes of the message type in it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from metamq.errors import ConfigError
 
 if TYPE_CHECKING:
     from metamq.client.schemas.value_codec import ValueCodec
 
+T = TypeVar("T")
+
+log = logging.getLogger("metamq.client")
+
 
 class SchemaFrame:
     """The framing of one topic."""
 
     BYTES: ClassVar[int] = 5
+    PROBLEM: ClassVar[str] = "it does not begin with a zero byte and the id of a schema"
 
     def __init__(self, topic: str, definition: str) -> None:
         """`definition` is the schema that this process writes."""
@@ -48,7 +54,7 @@ class SchemaFrame:
     def body(cls, data: bytes, *, has_indexes: bool) -> bytes:
         """Returns the value of a message of any version. Raises ValueError."""
         if len(data) < cls.BYTES or data[0] != 0:
-            raise ValueError("it does not begin with a zero byte and the id of a schema")
+            raise ValueError(cls.PROBLEM)
         if not has_indexes:
             return data[cls.BYTES :]
         count, at = _varint(data, cls.BYTES)
@@ -59,11 +65,23 @@ class SchemaFrame:
     def version_of(self, data: bytes) -> int:
         """Returns the version of a message. Raises ValueError."""
         if len(data) < self.BYTES or data[0] != 0:
-            raise ValueError("it does not begin with a zero byte and the id of a schema")
+            raise ValueError(self.PROBLEM)
         version = int.from_bytes(data[1 : self.BYTES], "big")
         if version not in self._known:
             raise ValueError(f"its schema has the version {version}, which is not known here: call load_schemas(topic)")
         return version
+
+
+def parsed_versions(topic: str, versions: Mapping[int, str], parse: Callable[[str], T]) -> dict[int, T]:
+    """Returns the parsed definitions. One that is wrong is left out, with a warning: only messages of that version
+    cannot be read."""
+    found = dict[int, T]()
+    for version, one in versions.items():
+        try:
+            found[version] = parse(one)
+        except ConfigError as error:
+            log.warning("version %d of the schemas of topic %r is left out: %s", version, topic, error)
+    return found
 
 
 def framed(topic: str, codec: ValueCodec) -> ValueCodec:

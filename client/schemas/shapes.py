@@ -17,12 +17,16 @@ _WIDER = {
     "long": {"float", "double"},
     "float": {"double"},
     "text": {"bytes"},
+    "int8": {"int16", "int32", "int64"},
+    "int16": {"int32", "int64"},
     "int32": {"int64"},
+    "uint8": {"uint16", "uint32", "uint64"},
+    "uint16": {"uint32", "uint64"},
     "uint32": {"uint64"},
     "sint32": {"sint64"},
 }
-"""The types that read all values of another type. JSON has "integer", Avro "int", Protobuf "int32". Avro also lets a
-text be read from bytes, but most bytes are no UTF-8."""
+"""The types that read all values of another type. JSON has "integer", Avro "int", Protobuf and Arrow "int32". Avro
+also lets a text be read from bytes, but most bytes are no UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)

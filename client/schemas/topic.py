@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, is_typeddict
 
 from metamq.client.checks import wrong_type
+from metamq.client.schemas.arrow import arrow_codec
 from metamq.client.schemas.avro import avro_codec
 from metamq.client.schemas.codecs import codec_of
 from metamq.client.schemas.frame import framed
+from metamq.client.schemas.value_codec import library
 from metamq.errors import ConfigError
 from metamq.zk.cluster.schemas import Schema
 from metamq.zk.names import check_topic
@@ -26,7 +28,7 @@ class Topic(Generic[V]):
         orders = Topic("orders", Order)
 
     kind:  a msgspec.Struct, a dataclass or another class that msgspec knows: the messages are JSON. A pydantic model:
-           JSON by pydantic. A class that protoc made: Protobuf. For Avro see Topic.avro().
+           JSON by pydantic. A class that protoc made: Protobuf. For Avro see Topic.avro(), for Arrow Topic.arrow().
     framing: "confluent" begins each message as Confluent's serializers do, with the version of its schema; to send,
            call Admin.register_schema(topic) once in each process. None stores only the value.
 
@@ -64,6 +66,19 @@ class Topic(Generic[V]):
         topic._set(name, avro_codec(name, definition), dict)
         return topic
 
+    @classmethod
+    def arrow(cls, name: str, schema: Any) -> Topic[Any]:
+        """Returns a topic of Arrow record batches: a message has the rows of one, without its schema.
+
+        `schema` is a pyarrow.Schema; `encode` casts batches to it. Each message begins with the version of its
+        writer's schema, as with `avro`: call Admin.register_schema(topic) once in each process that sends. Reading
+        gives batches with the fields of this schema: a field that a message lacks is null.
+        Raises ConfigError for a type that needs a dictionary or an extension, and without pyarrow.
+        """
+        topic: Topic[Any] = Topic.__new__(Topic)
+        topic._set(name, arrow_codec(name, schema), library("pyarrow", "arrow").RecordBatch)
+        return topic
+
     @property
     def schema(self) -> Schema:
         """The format and the definition of the values, as Admin.register_schema() stores them."""
@@ -85,11 +100,11 @@ class Topic(Generic[V]):
 
     @property
     def has_versions(self) -> bool:
-        """True if messages name the version of their schema: with Avro, and with a framing."""
+        """True if messages name the version of their schema: with Avro, Arrow, and with a framing."""
         return self._codec.learn is not None
 
     def learn(self, versions: dict[int, str]) -> None:
-        """Takes registered Avro definitions, by version; the Admin calls it."""
+        """Takes registered definitions, by version; the Admin calls it."""
         if self._codec.learn is not None:
             self._codec.learn(versions)
 

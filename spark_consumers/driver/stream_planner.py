@@ -38,13 +38,17 @@ from metamq.spark_consumers.driver.stream_offsets import (
     from_json,
     to_json,
 )
+from metamq.spark_consumers.source.typed_value import planned_schema
 from metamq.wire.commands import LATEST, OffsetsResult
 from metamq.words import count
 from metamq.zk.partitions import TopicPartition, partition_order
 
 if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
     from metamq.client.admin.admin_brokers import Found
     from metamq.client.scan.fetch import FetchTask
+    from metamq.client.scan.typed_values import ValueSchema
     from metamq.spark_consumers.source.options import SourceOptions
 
 log = logging.getLogger("metamq.spark")
@@ -201,6 +205,11 @@ class StreamPlanner:
         topics = {tp.topic for tp in last.reached}
         epochs = {tp: (first[tp].epoch, place.epoch) for tp, place in last.reached.items()}
         return planning.tasks(self._opened(), self._options, ranges, epochs, topics=topics, is_last=False)
+
+    def value_schema(self, schema: StructType, before: ValueSchema | None) -> ValueSchema | None:
+        """Returns the schema by which the tasks of a batch read values; None if they decode nothing. `before`: that of
+        the last batch."""
+        return planned_schema(self._opened(), self._options, schema, before)
 
     def close(self) -> None:
         """Disconnects."""

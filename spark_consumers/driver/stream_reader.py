@@ -15,6 +15,7 @@ from metamq.spark_consumers.source.partitions import RangePartition, read_partit
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
+    from metamq.client.scan.typed_values import ValueSchema
     from metamq.spark_consumers.source.options import SourceOptions
 
 OURS = ReadMaxRows(2**63 - 1)
@@ -26,6 +27,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._schema = schema
         self._planner = StreamPlanner(options)
+        self._values: ValueSchema | None = None
 
     def initialOffset(self) -> dict[str, Any]:
         """Returns a mark: see metamq.spark_consumers.driver.stream_offsets."""
@@ -53,7 +55,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """Returns a task for each range of the batch."""
-        return [RangePartition(task) for task in self._planner.tasks(start, end)]
+        tasks = self._planner.tasks(start, end)
+        self._values = self._planner.value_schema(self._schema, self._values)
+        return [RangePartition(task, self._values) for task in tasks]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Reads a range, in an executor."""

@@ -36,8 +36,8 @@ _JSON_TYPES: dict[str, Any] = {
 """Types that have other names in a schema's JSON."""
 
 
-def full_schema(include_headers: bool) -> dict[str, Any]:
-    """Returns the columns of a query without a schema, as the JSON of Spark's StructType.
+def full_schema(include_headers: bool, value: Any = None) -> dict[str, Any]:
+    """Returns the columns of a query without a schema, as the JSON of Spark's StructType. `value`: that of a struct.
 
     It is JSON because DDL needs a session, and `spark.sql.timestampType=TIMESTAMP_NTZ` changes its `timestamp`.
     """
@@ -46,20 +46,28 @@ def full_schema(include_headers: bool) -> dict[str, Any]:
         for name, kind in TYPES.items()
         if include_headers or name != "headers"
     ]
+    if value is not None:
+        fields[list(TYPES).index("value")]["type"] = value
     return {"type": "struct", "fields": fields}
 
 
-def check_columns(wanted: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+def check_columns(wanted: Sequence[tuple[str, str]], *, is_decoded: bool = False) -> tuple[str, ...]:
     """Returns the names of the columns in a schema of the user, given (name, type) of each.
 
-    Raises ConfigError unless they are some of TYPES.
+    Raises ConfigError unless they are some of TYPES. `is_decoded`: `value` is a struct, whose fields are checked later.
     """
     for name, kind in wanted:
         expected = TYPES.get(name)
         if expected is None:
             raise ConfigError(f"the schema has a column {name!r}", hint=f"There are: {', '.join(TYPES)}.")
-        if kind.replace(" ", "").lower() != expected:
+        if name == "value" and is_decoded:
+            if not kind.startswith("struct<"):
+                hint = "With the option `decode` it has to be a struct."
+                raise ConfigError(f"the schema has the type {kind} for {name!r}", hint=hint)
+        elif kind.replace(" ", "").lower() != expected:
             hint = f"It has to be {expected}."
+            if name == "value" and kind.startswith("struct<"):
+                hint += " For a struct, give the option `decode`."
             if kind == "timestamp_ntz":
                 hint = "Write `timestamp timestamp_ltz`: here `spark.sql.timestampType` gives `timestamp` another type."
             raise ConfigError(f"the schema has the type {kind} for {name!r}", hint=hint)

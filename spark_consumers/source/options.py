@@ -35,6 +35,7 @@ BOTH = (
     "maxRecordsPerPartition",
     "failOnDataLoss",
     "includeHeaders",
+    "decode",
     "readFrom",
     "readFiles",
     "pollTimeoutMs",
@@ -83,6 +84,9 @@ class SourceOptions:
     min_partitions: int | None
     max_records_per_partition: int | None
     fail_on_data_loss: bool
+    include_headers: bool
+    decoded: str | None
+    """The topic whose values become structs."""
     read_from: Literal["master", "any"]
     read_files: bool
     poll_timeout_s: float
@@ -99,19 +103,21 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
     allowed = (*BOTH, *(STREAM if streaming else BATCH))
     texts = Texts(given, allowed, streaming)
     check_path(given, "subscribe")
-    texts.flag("includeHeaders", False)
     _refuse_pushdown(texts)
     strategy = texts.choice("startingOffsetsByTimestampStrategy", ("error", "latest"), "error")
     default, refused = (LATEST, None) if streaming else (EARLIEST, LATEST)
+    subscription = _subscription(texts)
     options = SourceOptions(
         access=cluster_access(texts.get("zookeeper"), texts.get("root"), None, None),
-        subscription=_subscription(texts),
+        subscription=subscription,
         starting=_boundary(texts, "starting", default, refused),
         ending=_boundary(texts, "ending", LATEST, EARLIEST),
         if_no_offset_at_time="latest" if strategy == "latest" else "error",
         min_partitions=texts.whole("minPartitions"),
         max_records_per_partition=texts.whole("maxRecordsPerPartition"),
         fail_on_data_loss=texts.flag("failOnDataLoss", True),
+        include_headers=texts.flag("includeHeaders", False),
+        decoded=_decoded(texts, subscription),
         read_from="any" if texts.choice("readFrom", ("any", "master"), "any") == "any" else "master",
         read_files=texts.flag("readFiles", True),
         poll_timeout_s=(texts.whole("pollTimeoutMs") or 120_000) / 1000,
@@ -155,22 +161,15 @@ def _check_company(texts: Texts) -> None:
             raise ConfigError(f"option {name!r} does nothing without {needed}", hint="Remove it, or add the other.")
 
 
-def check_options(given: Mapping[str, str]) -> None:
-    """Raises ConfigError for options that are wrong in both kinds of query; the kind is not known yet."""
+def check_options(given: Mapping[str, str]) -> SourceOptions:
+    """Returns the options of a query whose kind is not known yet. Raises ConfigError if both kinds refuse them."""
     is_for_stream = any(name.lower() in map(str.lower, STREAM) for name in given)
     try:
-        parse_options(given, streaming=is_for_stream)
+        return parse_options(given, streaming=is_for_stream)
     except ConfigError:
         with contextlib.suppress(ConfigError):
-            parse_options(given, streaming=not is_for_stream)
-            return
+            return parse_options(given, streaming=not is_for_stream)
         raise
-
-
-def wants_headers(given: Mapping[str, str]) -> bool:
-    """True if there is a column of headers; called before the kind of the query is known."""
-    text = next((text for name, text in given.items() if name.lower() == "includeheaders"), "false")
-    return Texts({"includeHeaders": text}, BOTH, False).flag("includeHeaders", False)
 
 
 class Texts:
@@ -270,6 +269,17 @@ def _subscription(texts: Texts) -> Subscription:
             raise ConfigError(f"option 'assign': {topic!r} has no list of partitions", hint=f"As in {_ASSIGN_EXAMPLE}.")
         partitions += [boundaries.checked_partition("assign", topic, one) for one in names]
     return Subscription(partitions=tuple(dict.fromkeys(partitions)))
+
+
+def _decoded(texts: Texts, subscription: Subscription) -> str | None:
+    if texts.get("decode") is None:
+        return None
+    texts.choice("decode", ("schema",), "")
+    topics = subscription.topics or tuple({tp.topic for tp in subscription.partitions})
+    if len(topics) != 1:
+        hint = "Each topic has its own schema: name one in `subscribe` or `assign`."
+        raise ConfigError("option 'decode' is for a query of one topic", hint=hint)
+    return topics[0]
 
 
 def _boundary(

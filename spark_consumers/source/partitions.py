@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from metamq.client.scan.fetch import FetchTask
+    from metamq.client.scan.typed_values import ValueSchema
 
 
 _is_frozen = False
@@ -31,11 +32,12 @@ def freeze_loaded_objects() -> None:
 
 
 class RangePartition(InputPartition):
-    """The range of one task."""
+    """The range of one task, and the schema by which it reads values; None: they stay bytes."""
 
-    def __init__(self, task: FetchTask) -> None:
+    def __init__(self, task: FetchTask, values: ValueSchema | None = None) -> None:
         super().__init__(task)
         self.task = task
+        self.values = values
 
 
 def read_partition(partition: object, schema: StructType) -> Iterator[Any]:
@@ -46,8 +48,21 @@ def read_partition(partition: object, schema: StructType) -> Iterator[Any]:
     from metamq.client.scan.fetch import fetch
     from metamq.spark_consumers.source.spark_versions import arrow_schema
 
-    task = partition.task
+    task, columns = partition.task, arrow_schema(schema)
     try:
-        yield from ArrowBatches(task.wanted, arrow_schema(schema)).of(fetch(task))
+        if partition.values is None:
+            yield from ArrowBatches(task.wanted, columns).of(fetch(task))
+        else:
+            yield from _typed(task, columns, partition.values)
     finally:
         freeze_loaded_objects()
+
+
+def _typed(task: FetchTask, columns: Any, values: ValueSchema) -> Iterator[Any]:
+    from metamq.client.scan.arrow_batches import ArrowBatches
+    from metamq.client.scan.fetch import fetch
+    from metamq.client.scan.typed_values import place_and
+    from metamq.spark_consumers.source.typed_value import HINT
+
+    reader = values.reader(columns.field("value").type, HINT)
+    return reader.typed_batches(ArrowBatches(task.wanted, place_and(columns)).of(fetch(task)), columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.wrappers_pb2 import StringValue
@@ -62,5 +63,8 @@ def test_a_json_schema_and_a_protobuf_descriptor(metamq: Metamq, topic: str, tmp
     assert "has messages in protobuf" in metamq("topic", "schema", "check", topic, plain).talk
     plain.write_bytes(b"\xff")
     assert "is not UTF-8" in metamq("topic", "schema", "check", topic, plain).talk
+    schema = pa.schema([("number", pa.int64())])
+    plain.write_bytes(schema.serialize())
+    assert "has messages in protobuf" in metamq("topic", "schema", "check", topic, plain, "--format", "arrow").talk
     plain.write_bytes(b" " * 300_000)
     assert "more than 262,144 bytes" in metamq("topic", "schema", "check", topic, plain).talk

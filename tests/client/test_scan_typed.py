@@ -134,5 +134,7 @@ def test_framed_json_has_the_same_columns(shop: Shop) -> None:
     shop.producer.send_many(topic, [Order(1), Order(2)], partition="0-0").result(60)
     assert table(shop, topic).column("value").to_pylist() == [{"number": 1}, {"number": 2}]
     shop.producer.send(topic.name, b'{"number": 3}', partition="0-0").result(60)
+    by_name = table(shop, topic.name, decode="schema").column("value").to_pylist()
+    assert by_name == [{"number": 1}, {"number": 2}, {"number": 3}]
     with pytest.raises(DecodeError, match=r"offset 2 .*does not begin with a zero byte"):
         list(metamq.scan(topic, zookeeper=shop.cluster.zookeeper))

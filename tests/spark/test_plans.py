@@ -177,12 +177,20 @@ def test_a_time_that_is_likely_in_seconds_is_doubted(given: dict[str, str], is_d
         ({"groupId": "a/b"}, True, "'groupId': group 'a/b' has '/'"),
         ({"subscribe": "a/b"}, False, "'subscribe': topic 'a/b' has '/'"),
         ({"subscribe": " ,"}, False, "'subscribe' names no topic"),
+        ({"decode": "json"}, False, "'decode' is 'json'. Choose 'schema'"),
+        ({"decode": "schema", "subscribe": "a,b"}, True, "'decode' is for a query of one topic"),
     ],
 )
 def test_a_wrong_option_is_named_with_the_next_step(given: dict[str, str], streaming: bool, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as failure:
         parsed(streaming, **given)
     assert failure.value.hint
+
+
+def test_a_pattern_has_no_schema() -> None:
+    with pytest.raises(ConfigError, match="'decode' is for a query of one topic"):
+        check_options({"decode": "schema", "subscribePattern": "a.*"})
+    assert check_options({"decode": "schema", "assign": '{"a": ["0-0", "0-1"]}'}).decoded == "a"
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ def test_the_snippets_of_spark_run_as_printed(
         spark.sql("DROP TABLE IF EXISTS flights")
         if "lag" in names:
             spark.streams.removeListener(names["lag"])
-    assert "EWR to IAH" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "EWR to IAH" in printed
+    assert "950.0" in printed, "the sum of a typed column"
     flown = {f"JFK to MIA {number}" for number in range(2)}
     assert sorted(row.value for row in parquet) == sorted(flown)
     assert values(running, "copy") == {value.encode(): 1 for value in flown}

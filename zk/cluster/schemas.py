@@ -10,7 +10,7 @@ from metamq.errors import ConfigError
 from metamq.words import size
 from metamq.zk.documents import items, text
 
-Format = Literal["json", "avro", "protobuf"]
+Format = Literal["json", "avro", "protobuf", "arrow"]
 Compatibility = Literal["backward", "forward", "full", "none"]
 """The readers that a new schema must allow: "backward", readers with the new schema read all older messages;
 "forward", readers with older schemas read new messages; "full", both; "none", any schema is accepted."""
@@ -23,7 +23,8 @@ SCHEMAS_BYTES_MAX = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The definition of a topic's values: a JSON Schema, an Avro schema, or a Protobuf descriptor in base64."""
+    """The definition of a topic's values: a JSON Schema, an Avro schema; a Protobuf descriptor or an Arrow schema, in
+    base64."""
 
     format: str
     definition: str
