@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,11 +36,39 @@ def arrow_codec(topic: str, schema: Any) -> ValueCodec:
     def decode(data: bytes) -> Any:
         writer = writers[frame.version_of(data)]
         body = pa.py_buffer(data[SchemaFrame.BYTES :])  # a copy, so that its arrays are aligned
+        if is_compressed(body):
+            raise ValueError("its record batch is compressed, and a few bytes could fill the memory")
         rows = pa.ipc.read_record_batch(body, writer)
         rows.validate(full=True)
         return pa.RecordBatch.from_struct_array(fitted(rows.to_struct_array(), pa.struct(list(reader))))
 
     return ValueCodec("arrow", encode, decode, lambda: own, learn)
+
+
+def is_compressed(message: Any) -> bool:
+    """True if the buffers of an IPC message of a record batch are compressed. pyarrow does not show that.
+
+    The metadata is a flatbuffer: the table Message, whose field 2 is the table RecordBatch, whose field 3 is the
+    compression. Raises ValueError.
+    """
+    metadata = memoryview(message)[8:]
+    try:
+        (start,) = struct.unpack_from("<I", metadata, 0)
+        header = _table_field(metadata, start, 2)
+        batch = header + struct.unpack_from("<I", metadata, header)[0]
+        return bool(_table_field(metadata, batch, 3))
+    except struct.error as error:
+        raise ValueError(f"it is not a record batch: {error}") from None
+
+
+def _table_field(metadata: memoryview, table: int, number: int) -> int:
+    """Returns the position of a field in a table of a flatbuffer; 0 if the table does not have it."""
+    fields = table - struct.unpack_from("<i", metadata, table)[0]
+    place = 4 + 2 * number
+    if place >= struct.unpack_from("<H", metadata, fields)[0]:
+        return 0
+    offset: int = struct.unpack_from("<H", metadata, fields + place)[0]
+    return table + offset if offset else 0
 
 
 def arrow_text(schema: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -14,6 +15,7 @@ import pytest
 
 import metamq
 from metamq import Topic, TopicPartition, aio
+from metamq.client.schemas.arrow import is_compressed
 from metamq.errors import ConfigError, DecodeError, SchemaIncompatible, WrongType
 from metamq.zk.cluster.schemas import Schema
 from tests.client.conftest import Shop
@@ -147,7 +149,22 @@ def test_what_does_not_fit_the_schema_is_not_sent(shop: Shop) -> None:
     assert scanned(shop, topic).num_rows == 0
 
 
-@pytest.mark.parametrize("broken", [b"", b"\0\0\0\0\1", b"\0\0\0\0\1" + b"\xff" * 64, b"\0\0\0\0\2" + b"x" * 64])
+def compressed(rows: pa.RecordBatch, codec: str) -> bytes:
+    """The message of a batch with compressed buffers, as a stream of Arrow has it."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as stream:
+        stream.write_batch(rows)
+    _schema, message = list(pa.ipc.MessageReader.open_stream(sink.getvalue()))[:2]
+    plain: bytes = message.serialize().to_pybytes()
+    return plain
+
+
+COMPRESSED = b"\0\0\0\0\1" + compressed(batch(), "zstd")
+
+
+@pytest.mark.parametrize(
+    "broken", [b"", b"\0\0\0\0\1", b"\0\0\0\0\1" + b"\xff" * 64, b"\0\0\0\0\2" + b"x" * 64, COMPRESSED]
+)
 def test_a_broken_batch_is_named(shop: Shop, broken: bytes) -> None:
     topic = Topic.arrow(shop.topic(), SCHEMA)
     shop.admin.register_schema(topic)
@@ -155,6 +172,17 @@ def test_a_broken_batch_is_named(shop: Shop, broken: bytes) -> None:
     with pytest.raises(DecodeError) as raised:
         list(metamq.scan(topic, zookeeper=shop.cluster.zookeeper))
     assert raised.value.offset == 1
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_a_compressed_batch_is_refused_before_it_fills_the_memory(codec: str) -> None:
+    for schema in (SCHEMA, pa.schema([("a", pa.int8())]), pa.schema([pa.field("a", pa.list_(pa.string()))])):
+        rows = pa.RecordBatch.from_arrays([pa.nulls(100_000, one.type) for one in schema], schema=schema)
+        assert not is_compressed(rows.serialize())
+        assert is_compressed(compressed(rows, codec))
+    for size in range(200):
+        with contextlib.suppress(ValueError):
+            is_compressed(b"\xff\xff\xff\xff" + b"\x08\0\0\0" * size)
 
 
 @pytest.mark.parametrize(
