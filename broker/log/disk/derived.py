@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from metamq.broker.log.disk import epochs
 from metamq.broker.log.disk.epochs import EpochList
+from metamq.broker.log.disk.files import ReadOnlyFiles
 from metamq.broker.log.disk.index import SparseIndex
 from metamq.broker.log.disk.producers import ProducerStates
 from metamq.broker.log.disk.scan import checked_batches, damaged, headers
@@ -92,6 +93,15 @@ def complete_index(files: FileCache, segment: Segment, interval: int) -> SparseI
     index = load_index(segment, interval) or SparseIndex(segment.base_offset, segment.base_position)
     extend_index(files, segment, index, interval)
     return index
+
+
+def complete_index_in_thread(piece: Segment, interval: int) -> SparseIndex:
+    """The whole index of a copy of a segment that no append changes meanwhile. Any thread. Raises as above."""
+    files = ReadOnlyFiles(1)
+    try:
+        return complete_index(files, piece, interval)
+    finally:
+        files.close()
 
 
 def extend_index(files: FileCache, segment: Segment, index: SparseIndex, interval: int) -> None:
