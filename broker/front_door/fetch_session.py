@@ -37,6 +37,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from metamq.broker.front_door.limits.turns import Turns
 from metamq.broker.log.disk.cold import ColdReader, NotInMemory
 from metamq.broker.roles.role import MasterRole, ReplicaStatus
 from metamq.errors import CorruptData, Fenced, MetamqError, OffsetDiverged, OffsetOutOfRange, ProtocolError
@@ -75,6 +76,8 @@ class ReplicaReadRole:
         self._status = status
         self._topics = topics
         self._far_bytes = far_bytes
+        self.turns = Turns()
+        """The answers to readers that new data has woken."""
 
     @property
     def cold_reads(self) -> ColdReads:
@@ -115,7 +118,7 @@ class ReplicaReadRole:
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """One opened partition in one session. Implements metamq.broker.data.partition.Reader."""
+    """One opened partition in one session. Implements metamq.broker.data.readers.Reader."""
 
     session: FetchSession
     entry: GetPartition
@@ -326,7 +329,7 @@ class FetchSession:
         if self._parked is not None and not self._serve_soon:
             # Later: appends of the same loop iteration go into the same answer.
             self._serve_soon = True
-            self._loop.call_soon(self._serve_ready)
+            self.role.turns.add(self._serve_ready)
 
     def _serve_ready(self) -> None:
         self._serve_soon = False
