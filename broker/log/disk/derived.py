@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.broker.log")
 
 SNAPSHOTS_KEPT = 2
+STEP_BYTES = 32 * 1024 * 1024
+"""Bytes that are freed at a time when a file is removed. After each step the disk has as much time for others."""
+PAUSE_S_MAX = 0.05
 _VOID = ".void.tmp"
 
 
@@ -62,10 +66,26 @@ def unlink_all(paths: list[str]) -> None:
         unlink(path)
 
 
+def remove_file(path: str) -> None:
+    """Removes a void file, if it exists; a large one in steps.
+
+    To free gigabytes in one step can keep the file system from serving writes. A file with another name stays whole: an
+    archive has it. Raises OSError.
+    """
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        for size in range(status.st_size - STEP_BYTES, 0, -STEP_BYTES) if status.st_nlink == 1 else ():
+            began_s = time.monotonic()
+            os.ftruncate(file.fileno(), size)
+            time.sleep(min(time.monotonic() - began_s, PAUSE_S_MAX))
+    unlink(path)
+
+
 def remove_orphans(paths: list[str]) -> None:
     """Removes the files that remain of an emptied log. It may take long."""
     try:
-        unlink_all(paths)
+        for path in paths:
+            remove_file(path)
     except OSError as error:
         log.warning("files of an emptied log remain until the next start: %s", error)
 
