@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 Each partition of the slave has a *place* on the link. A place is sent in one of two ways:
 
-    copied   from the log, in chunks, from the position of the handshake; acknowledged by position
+    copied   from the log, in chunks, from the position of the handshake; acknowledged by position. A thread reads a
+             chunk that is not in memory. Other work of the loop goes first (CopyPace)
     live     every append is queued at once, in the master's order; acknowledged by sequence number
 
 A place becomes live when its copy has reached the end of the log. All of this runs in one loop, so no append comes
@@ -21,12 +22,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from metamq.broker.ha.flow import CopyPace
 from metamq.broker.log.disk.cold import ColdReader, NotInMemory
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import sync
@@ -185,6 +188,9 @@ class HAConnection:
         """True if the next frame has copies. Live and copied frames take turns."""
         self._stable_news: dict[LinkedPartition, None] = {}
         self._pump_soon = False
+        self._pace = CopyPace()
+        self._asked_at = 0.0
+        """The time at which pump() was last asked for."""
         self._later: asyncio.TimerHandle | None = None
 
     # -- places -----------------------------------------------------------------------------------------------------
@@ -266,7 +272,9 @@ class HAConnection:
 
     @property
     def _may_copy(self) -> bool:
-        return bool(self._copying) and self._in_threads < THREAD_READS_MAX
+        """True if a chunk may be copied now."""
+        is_free = self._in_threads < THREAD_READS_MAX
+        return bool(self._copying) and is_free and not self._pace.wait_s(time.perf_counter())
 
     def stable_moved(self, partition: Partition) -> None:
         """Sends a new stable mark, with the next frame or after STABLE_DELAY_S."""
@@ -280,11 +288,14 @@ class HAConnection:
         """Calls pump() at the end of this turn of the loop: appends of one turn share a frame."""
         if not self._pump_soon and not self.closed:
             self._pump_soon = True
+            self._asked_at = time.perf_counter()
             self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
         """Sends as much as the connection takes now."""
-        self._pump_soon = False
+        if self._pump_soon:
+            self._pump_soon = False
+            self._pace.turned(time.perf_counter() - self._asked_at)
         if self._later is not None:
             self._later.cancel()
             self._later = None
@@ -297,6 +308,7 @@ class HAConnection:
                 return
             if not (self._queue or self._may_copy):
                 if not self._stable_news:
+                    self._copy_later()
                     return
                 self.beat()
                 continue
@@ -306,7 +318,13 @@ class HAConnection:
             else:
                 self._copies_next = False
                 self._send_copy()
+                break  # one in a turn: others have theirs between
         self.pump_soon()
+
+    def _copy_later(self) -> None:
+        wait_s = self._pace.wait_s(time.perf_counter())
+        if self._copying and wait_s:
+            self._later = self._loop.call_later(min(wait_s, STABLE_DELAY_S), self.pump)
 
     def _send_queued(self) -> None:
         entries: list[tuple[int, int, int, int]] = []
@@ -358,6 +376,7 @@ class HAConnection:
                 self._service.leave(self, str(error))
             return
         self._service.cold_reads.read_ahead(place.cold)
+        self._pace.sent(time.perf_counter())
         place.sent_position = position + len(chunk.data)
         end = ReplicaEnd(chunk.end_offset, place.sent_position)
         place.copies.append((end, self._now()))
@@ -375,7 +394,7 @@ class HAConnection:
             del self._reading[place]
             self._copying[place] = None
             self._copying.move_to_end(place, last=False)
-            if self._wire.writable and not self.flow.pause_s(self._now()):
+            if self._wire.writable and self._may_copy and not self.flow.pause_s(self._now()):
                 self._send_copy()
             self.pump_soon()
         if place not in self._reading:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,47 +22,12 @@ from metamq.wire import status
 from metamq.wire.commands import Command, GetPartition, GetResult
 from metamq.wire.headers import unpack_list
 from tests.broker.front_door.conftest import Front, RawClient, values_in
+from tests.broker.slow_disk import EIO, SlowDisk
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, wait_until
 
 VALUE = bytes(range(256)) * 1024
 IDS = itertools.count(1)
-EIO = OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-class Disk:
-    """A disk whose page cache is empty while `is_cold`, and whose reads wait for `goes`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_cold = False
-        self.error: OSError | None = None
-        self.goes = threading.Event()
-        self.goes.set()
-        self.waiting = 0
-        """Reads that have begun and wait for `goes`."""
-        self.began = 0
-        read_in_memory, preadv = log_files.read_in_memory, os.preadv
-
-        def in_memory(fd: int, view: memoryview, at: int) -> int | None:
-            return 0 if self.is_cold else read_in_memory(fd, view, at)
-
-        def slow(fd: int, views: list[memoryview], at: int, *flags: int) -> int:
-            if threading.current_thread().name.startswith("metamq-read"):
-                self.began += 1
-                self.waiting += 1
-                self.goes.wait()
-                self.waiting -= 1
-                if self.error is not None:
-                    raise self.error
-            return preadv(fd, views, at, *flags)
-
-        monkeypatch.setattr(log_files, "read_in_memory", in_memory)
-        monkeypatch.setattr(os, "preadv", slow)
-
-    def stops(self) -> None:
-        """From now on nothing is cached, and reads do not end."""
-        self.is_cold = True
-        self.goes.clear()
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +76,8 @@ def front(running: Cluster, tmp_path: Path) -> Iterator[Local]:
 
 
 @pytest.fixture
-def disk(front: Local, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    made = Disk(monkeypatch)
+def disk(front: Local, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    made = SlowDisk(monkeypatch)
     yield made
     made.goes.set()
     made.is_cold = False
@@ -143,7 +107,7 @@ def topic_of(front: Local, values: int = 3, partitions: int = 1, **settings: Any
     return name
 
 
-def test_a_read_from_the_disk_gives_what_one_from_memory_gives(front: Local, disk: Disk) -> None:
+def test_a_read_from_the_disk_gives_what_one_from_memory_gives(front: Local, disk: SlowDisk) -> None:
     topic, client = topic_of(front, 12, segment_bytes=1 << 20), front.connect()
     front.open(client, topic)
     disk.is_cold = True
@@ -154,7 +118,7 @@ def test_a_read_from_the_disk_gives_what_one_from_memory_gives(front: Local, dis
     assert disk.began
 
 
-def test_while_a_read_takes_long_others_are_served_and_the_poll_does_not_end(front: Local, disk: Disk) -> None:
+def test_while_a_read_takes_long_others_are_served_and_the_poll_does_not_end(front: Local, disk: SlowDisk) -> None:
     topic, client, other = topic_of(front), front.connect(), front.connect()
     front.open(client, topic)
     front.open(other, topic)
@@ -170,7 +134,7 @@ def test_while_a_read_takes_long_others_are_served_and_the_poll_does_not_end(fro
     assert VALUE in found(answer)[1]  # type: ignore[operator]
 
 
-def test_a_partition_in_memory_is_answered_while_another_is_read(front: Local, disk: Disk) -> None:
+def test_a_partition_in_memory_is_answered_while_another_is_read(front: Local, disk: SlowDisk) -> None:
     topic, client = topic_of(front, partitions=2), front.connect()
     front.open(client, topic, 2)
     disk.stops()
@@ -186,7 +150,7 @@ def test_a_partition_in_memory_is_answered_while_another_is_read(front: Local, d
     assert (answer.opaque, found(answer)) == (last, {1: [VALUE] * 3})
 
 
-def test_a_read_that_fails_is_an_error_and_not_the_end_of_the_data(front: Local, disk: Disk) -> None:
+def test_a_read_that_fails_is_an_error_and_not_the_end_of_the_data(front: Local, disk: SlowDisk) -> None:
     topic, client = topic_of(front), front.connect()
     front.open(client, topic)
     disk.is_cold, disk.error = True, EIO
@@ -197,7 +161,7 @@ def test_a_read_that_fails_is_an_error_and_not_the_end_of_the_data(front: Local,
     assert found(client.ask(Command.GET, front.get(wait_ms=0, armed=[(1, 0)])))[1] == [VALUE] * 3
 
 
-def test_a_file_that_became_shorter_is_damage(front: Local, disk: Disk) -> None:
+def test_a_file_that_became_shorter_is_damage(front: Local, disk: SlowDisk) -> None:
     topic, client = topic_of(front), front.connect()
     front.open(client, topic)
     partition = front.partition(topic)
@@ -208,7 +172,7 @@ def test_a_file_that_became_shorter_is_damage(front: Local, disk: Disk) -> None:
     assert partition.damage is not None, "the master notes it"
 
 
-def test_retention_removes_what_is_being_read(front: Local, disk: Disk) -> None:
+def test_retention_removes_what_is_being_read(front: Local, disk: SlowDisk) -> None:
     topic, client = topic_of(front, 8, segment_bytes=1 << 20), front.connect()
     front.open(client, topic)
     disk.stops()
@@ -221,7 +185,7 @@ def test_retention_removes_what_is_being_read(front: Local, disk: Disk) -> None:
     assert isinstance(found(client.answer())[1], OffsetOutOfRange)
 
 
-def test_the_topic_is_deleted_while_it_is_read(front: Local, disk: Disk) -> None:
+def test_the_topic_is_deleted_while_it_is_read(front: Local, disk: SlowDisk) -> None:
     topic, client = topic_of(front), front.connect()
     front.open(client, topic)
     disk.stops()
@@ -234,7 +198,7 @@ def test_the_topic_is_deleted_while_it_is_read(front: Local, disk: Disk) -> None
     assert isinstance(found(client.answer())[1], TopicNotFound)
 
 
-def test_a_log_that_is_cut_meanwhile_gives_nothing_that_was_read_before(front: Local, disk: Disk) -> None:
+def test_a_log_that_is_cut_meanwhile_gives_nothing_that_was_read_before(front: Local, disk: SlowDisk) -> None:
     """As a slave's log is, whose readers then open it again."""
     topic, client = topic_of(front), front.connect()
     front.open(client, topic)
@@ -249,7 +213,7 @@ def test_a_log_that_is_cut_meanwhile_gives_nothing_that_was_read_before(front: L
     assert isinstance(found(client.answer())[1], Fenced)
 
 
-def test_connections_that_end_leave_nothing_behind(front: Local, disk: Disk) -> None:
+def test_connections_that_end_leave_nothing_behind(front: Local, disk: SlowDisk) -> None:
     topic = topic_of(front, partitions=12)
     front.open(front.connect(), topic, 12)
     front.close_clients()
@@ -268,7 +232,7 @@ def test_connections_that_end_leave_nothing_behind(front: Local, disk: Disk) -> 
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
-def test_a_client_that_arms_again_and_again_starts_no_more_reads(front: Local, disk: Disk) -> None:
+def test_a_client_that_arms_again_and_again_starts_no_more_reads(front: Local, disk: SlowDisk) -> None:
     topic, client = topic_of(front), front.connect()
     front.open(client, topic)
     disk.stops()
@@ -286,7 +250,7 @@ def test_a_client_that_arms_again_and_again_starts_no_more_reads(front: Local, d
 
 
 def test_where_the_system_does_not_say_what_is_cached_only_new_data_is_read_at_once(
-    front: Local, disk: Disk, monkeypatch: pytest.MonkeyPatch
+    front: Local, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic, client = topic_of(front), front.connect()
     front.open(client, topic)
@@ -299,7 +263,7 @@ def test_where_the_system_does_not_say_what_is_cached_only_new_data_is_read_at_o
     assert disk.began
 
 
-def test_a_lost_index_is_made_again_in_a_thread(front: Local, disk: Disk) -> None:
+def test_a_lost_index_is_made_again_in_a_thread(front: Local, disk: SlowDisk) -> None:
     topic, client = topic_of(front, 12, segment_bytes=1 << 20), front.connect()
     front.open(client, topic)
     files = front.partition(topic).log._files
