@@ -1,7 +1,7 @@
 """Runs many small pieces of work in turns of the loop.
 
-So a message that wakes thousands of readers delays no other client. A turn works for TURN_S at most. Then the loop
-looks at its connections, and the next turn follows.
+So a message that wakes thousands of readers delays no other client. A turn works for TURN_S at most. If work is
+left, the loop has as much time for its connections, among them the readers that ask again at once.
 """
 
 from __future__ import annotations
@@ -24,20 +24,17 @@ class Turns:
     def add(self, work: Callable[[], None]) -> None:
         """Does the work in one of the next turns."""
         self._waiting.append(work)
-        self._go_on()
-
-    def _go_on(self) -> None:
-        if self._waiting and not self._is_due:
+        if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        self._is_due = False
-        until = time.perf_counter() + TURN_S
+        began = now = time.perf_counter()
         try:
-            while self._waiting:
+            while self._waiting and now < began + TURN_S:
                 self._waiting.popleft()()
-                if time.perf_counter() >= until:
-                    break
+                now = time.perf_counter()
         finally:  # an error in one piece must not stop the others
-            self._go_on()
+            self._is_due = bool(self._waiting)
+            if self._is_due:
+                asyncio.get_running_loop().call_later(now - began, self._turn)
