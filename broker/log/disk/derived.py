@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.broker.log")
 
 SNAPSHOTS_KEPT = 2
-STEP_BYTES = 32 * 1024 * 1024
-"""Bytes that are freed at a time when a file is removed. After each step the disk has as much time for others."""
-PAUSE_S_MAX = 0.05
+STEP_BYTES = 4 * 1024 * 1024
+"""Bytes that are freed at a time when a file is removed. After each step others have PAUSE_SHARE times its time."""
+PAUSE_SHARE = 4
+PAUSE_S_MIN, PAUSE_S_MAX = 0.004, 0.05
 _VOID = ".void.tmp"
 
 
@@ -77,7 +78,7 @@ def remove_file(path: str) -> None:
         for size in range(status.st_size - STEP_BYTES, 0, -STEP_BYTES) if status.st_nlink == 1 else ():
             began_s = time.monotonic()
             os.ftruncate(file.fileno(), size)
-            time.sleep(min(time.monotonic() - began_s, PAUSE_S_MAX))
+            time.sleep(min(max(PAUSE_SHARE * (time.monotonic() - began_s), PAUSE_S_MIN), PAUSE_S_MAX))
     unlink(path)
 
 
