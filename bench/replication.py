@@ -53,9 +53,9 @@ class Pair:
 
 
 @contextmanager
-def pair() -> Iterator[Pair]:
-    """Yields a master and its slave, which is not started yet."""
-    with tempfile.TemporaryDirectory() as folder, cluster(folder=Path(folder)) as running:
+def pair(**settings: object) -> Iterator[Pair]:
+    """Yields a master, with these settings, and its slave, which is not started yet."""
+    with tempfile.TemporaryDirectory() as folder, cluster(folder=Path(folder), **settings) as running:
         made = Pair(running)
         try:
             yield made

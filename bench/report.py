@@ -3,8 +3,8 @@
 python bench/report.py [bench/results/latest.json]
 
 The figures of long parts come from files of their own:
-`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling and security. So do those
-of scan and console, while the result file lacks them.
+`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling, security and disk. So do
+those of scan and console, while the result file lacks them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SIDES = ("broker", "client")
-OWN_FILES = ("scan", "console", "failover", "rolling", "security")
+OWN_FILES = ("scan", "console", "failover", "rolling", "security", "disk")
 WAYS = ("send", "send_many", "iteration", "batches", "batches, values", "batches, arrow", "listener")
 
 INTRODUCTION = """# Performance
@@ -329,6 +329,37 @@ def _security(measured: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _disk(measured: dict[str, Any]) -> list[str]:
+    names = {
+        "nothing": "nothing",
+        "scan": "a consumer that reads a cold topic",
+        "slave": "a new slave that copies a cold topic",
+        "readers": "9,900 waiting readers, which one message wakes every two seconds",
+        "retention": "retention that removes 10 GB, measured once",
+    }
+    scan = measured["scan"]
+    lines = ["", "## Disk and loop", ""]
+    lines.append(
+        f"A consumer reads a topic that is not in the page cache at {scan['cold_bytes_per_s'] / 1e6:,.0f} MB/s, and "
+        f"a cached one at {scan['warm_bytes_per_s'] / 1e6:,.0f} MB/s. The disk alone, read by system calls in the same "
+        f"rounds, makes {scan['raw_bytes_per_s'] / 1e6:,.0f} MB/s: a ratio of {scan['ratio']:.2f}."
+    )
+    lines += ["", "A producer sends 1,000 messages a second. The time from `send` to the acknowledgement, beside:", ""]
+    lines += ["| | p50 | p99 | p99.9 |", "|---|---|---|---|"]
+    for row in measured["latency"]:
+        cells = (f"{row[percentile]:.2f} ms" for percentile in ("p50_ms", "p99_ms", "p99_9_ms"))
+        lines.append(f"| {names[row['beside']]} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "Other programs used the two cores and the disk during this run. So the broker, the producer and the waiting "
+        "readers had real-time priority, and the disturbing scan and the slave the lowest: in use they have machines "
+        "of their own. The rates in the first paragraph are of processes with real-time priority.",
+    ]
+    if "remark" in measured:
+        lines += ["", measured["remark"]]
+    return lines
+
+
 def _checks(found: list[dict[str, Any]]) -> list[str]:
     lines = ["", "## Targets", ""]
     lines += ["Targets in messages per second are for a loopback of 2 GB/s, and are scaled by the loopback here.", ""]
@@ -402,6 +433,7 @@ def main() -> None:
         ("failover", _failover),
         ("rolling", _rolling),
         ("security", _security),
+        ("disk", _disk),
     ):
         if part in results:
             lines += write(results[part])

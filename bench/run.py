@@ -7,7 +7,7 @@
     ./dev bench --only scan --gigabytes 10
                                 the memory of a scan, with a topic of this size; it needs as much disk space
     ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; others of this kind are
-                                rolling and security
+                                rolling, security and disk
 
 Writes bench/results/latest.json, from which bench/report.py makes docs/performance.md. Figures are medians over the
 rounds. Every round measures the raw limits too, so that both see the same machine.
@@ -45,7 +45,7 @@ from settle import gives_memory_back
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "scan", "console", "spark")
-LONG_PARTS = ("failover", "rolling", "security")
+LONG_PARTS = ("failover", "rolling", "security", "disk")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
 ENOUGH_FSYNCS = 1250
@@ -172,6 +172,13 @@ def run_security(rounds: int) -> dict[str, Any]:
     return secure.measure(rounds, say)
 
 
+def run_disk(rounds: int) -> dict[str, Any]:
+    """Measures a cold scan, and the latency of a producer beside work that needs the disk or the loop."""
+    import disk
+
+    return disk.measure(rounds, say)
+
+
 class Targets:
     """The project's targets: (what, figure, target, reached) of each that was measured."""
 
@@ -275,6 +282,11 @@ class Targets:
             self.at_most(f"1,000 new connections by {way}, s", measured[f"{way}_connections_s"], 10)
         self.at_most("checks of rights / a PUT", measured["rights_to_put"], 0.01)
 
+    def disk(self, measured: dict[str, Any]) -> None:
+        self.at_least("cold scan / raw disk", measured["scan"]["ratio"], 0.80)
+        for row in measured["latency"]:
+            self.at_most(f"producer p99.9 beside {row['beside']}, ms", row["p99_9_ms"], 10)
+
 
 def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     """Returns (what, figure, target, reached) for each of the project's targets."""
@@ -327,6 +339,7 @@ def main() -> int:
         "failover": run_failover,
         "rolling": run_rolling,
         "security": run_security,
+        "disk": run_disk,
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds

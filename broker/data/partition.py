@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
+from metamq.broker.data.readers import Readers
 from metamq.broker.log.disk.producers import Duplicate
 from metamq.broker.log.durable import UNBOUND
 from metamq.errors import CorruptData, Fenced, MetamqError
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
     from metamq.tx.store.records import Key
 
 Done = Callable[[MetamqError | None], None]
-
-
-class Reader(Protocol):
-    """A waiting reader: the place of a fetch session in this partition."""
-
-    def data_ready(self, added_bytes: int) -> None:
-        """Called once when the stable offset has moved or the partition has closed. The wait then ends."""
 
 
 class Appended(NamedTuple):
@@ -76,7 +70,7 @@ class Partition:
         self.index = index
         self.name = f"{topic}/{index}"
         self.log = log
-        self.readers: set[Reader] = set()
+        self.readers = Readers()
         self.waiting: list[tuple[int, Done]] = []
         """(end offset, callback) of appends that are answered when the stable offset has reached the end offset."""
         self.waiting_here: list[tuple[int, Done]] = []
@@ -190,9 +184,7 @@ class Partition:
 
     def _was_cut(self) -> None:
         self.cuts += 1
-        readers, self.readers = self.readers, set()
-        for reader in readers:
-            reader.data_ready(0)
+        self.readers.wake_now()
 
     def bound(self, offset: int, position: int) -> None:
         """Lets readers see the log up to this place, as far as it is stored here. They never see less than before."""
@@ -230,10 +222,8 @@ class Partition:
         self.published_position = self.log.stable_position
         if self.stable_listener is not None:
             self.stable_listener(self)
-        if self.readers and added_bytes > 0:
-            readers, self.readers = self.readers, set()
-            for reader in readers:
-                reader.data_ready(added_bytes)
+        if added_bytes > 0:
+            self.readers.wake(added_bytes)
         if self.waiting:
             reached, self.waiting = _split(self.waiting, self.log.stable_offset)
             for done in reached:
@@ -298,9 +288,7 @@ class Partition:
         """Ends every wait with `error` and closes the log. It has the waiting appends, but their outcome is unknown."""
         self.closed_by = error
         self.fail_waiting(error.with_unknown_outcome())
-        readers, self.readers = self.readers, set()
-        for reader in readers:
-            reader.data_ready(0)
+        self.readers.wake_now()
         self.log.close(clean=clean)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metamq.broker.data import topic_settings
+from metamq.broker.data.cold_reads import ColdReads
 from metamq.broker.data.partition import Partition
 from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.disk.derived import remove_orphans
@@ -93,7 +94,12 @@ class Topics:
         self._doomed: asyncio.Queue[TopicFolder] = asyncio.Queue()
         self._removed: set[tuple[str, str]] = set()
         """(topic, id) of deleted topics whose removal was logged."""
-        self._executor = start_pool(THREADS, "metamq-topics")
+        self.cold_reads = ColdReads(files)
+        try:
+            self._executor = start_pool(THREADS, "metamq-topics")
+        except BaseException:
+            self.cold_reads.close()
+            raise
         self.opened: Callable[[Partition], None] = lambda partition: None
         """Called with each partition that was opened."""
         self.closing: Callable[[Partition], None] = lambda partition: None
@@ -393,6 +399,7 @@ class Topics:
         Returns True if all logs were closed cleanly, and none was closed earlier because of damage.
         """
         all_clean = clean and self._is_clean
+        self.cold_reads.close()
         for partition in self.partitions():
             all_clean &= self._close_log(partition, error, clean)
         self._executor.shutdown(wait=True)

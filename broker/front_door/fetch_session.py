@@ -17,6 +17,11 @@ before its start to the master. Only a master answers that an offset is out of r
 An answer takes ready partitions from the front, each up to its cap, and disarms them. Arming puts a partition at the
 back. So partitions take turns, and a busy one cannot starve the others.
 
+Data that is not in memory is read by a thread (metamq.broker.log.disk.cold). Meanwhile its partition is in `_reading`,
+and the poll stays parked, unless other partitions have data. It also stays parked at the end of its time: an answer
+without data means that there is none. When the thread is done, the partition is at the front of `_ready` again. It is
+read from the beginning, with every check. A partition that is closed or armed meanwhile leaves `_reading` at once.
+
 A session keeps only partitions that exist and that its client may read. The answer to the GET that opens another one
 has the error, and its handle is not open. So a client without rights holds no memory by the names that it sends.
 """
@@ -25,10 +30,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from metamq.broker.front_door.limits.turns import Turns
+from metamq.broker.log.disk.cold import ColdReader, NotInMemory
 from metamq.broker.roles.role import MasterRole, ReplicaStatus
 from metamq.errors import CorruptData, Fenced, MetamqError, OffsetDiverged, OffsetOutOfRange, ProtocolError
 from metamq.wire import status
@@ -40,6 +50,7 @@ from metamq.wire.limits import FETCH_BYTES_MAX, FETCH_PARTITIONS_MAX, FETCH_RESU
 from metamq.zk.names import MAX_NAME_CHARS
 
 if TYPE_CHECKING:
+    from metamq.broker.data.cold_reads import ColdReads
     from metamq.broker.data.partition import Partition
     from metamq.broker.data.topics import Topics
     from metamq.broker.log.partition_log import PartitionLog
@@ -51,6 +62,8 @@ Answer = Callable[[Request, list[GetResult], list[Buffer]], None]
 UNWRITABLE_RETRY_S = 0.05
 IN_PLACE_BYTES_MIN = 128 * 1024
 """Smaller parts are sent: the reader would need more time to open the file and read it."""
+THREAD_READS_MAX = 8
+"""Reads of one session that wait for the disk."""
 PLENTY_BYTES = 1 << 64
 """A number above every `bytes_min`."""
 
@@ -63,6 +76,13 @@ class ReplicaReadRole:
         self._status = status
         self._topics = topics
         self._far_bytes = far_bytes
+        self.turns = Turns()
+        """The answers to readers that new data has woken."""
+
+    @property
+    def cold_reads(self) -> ColdReads:
+        """The threads that read what is not in memory."""
+        return self._topics.cold_reads
 
     @property
     def is_master(self) -> bool:
@@ -98,7 +118,7 @@ class ReplicaReadRole:
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """One opened partition in one session. Implements metamq.broker.data.partition.Reader."""
+    """One opened partition in one session. Implements metamq.broker.data.readers.Reader."""
 
     session: FetchSession
     entry: GetPartition
@@ -113,6 +133,10 @@ class _Place:
     """The position from which `bytes_min` counts bytes."""
     seen: tuple[int, int] = (-1, -1)
     """The stable offset and position at the last answer."""
+    cold: ColdReader | None = None
+    """The results of threads; None: everything it read so far was in memory."""
+    in_thread: bool = False
+    """True while a thread reads for it."""
 
     def arm(self, offset: int) -> bool:
         """Sets the offset to read from; returns True if there is something to send already."""
@@ -184,7 +208,13 @@ class FetchSession:
         self._refusal = refusal
         self._loop = loop
         self._places: dict[int, _Place] = {}
-        self._ready: dict[_Place, None] = {}
+        self._ready: OrderedDict[_Place, None] = OrderedDict()
+        self._reading: dict[_Place, None] = {}
+        """Places that a thread reads for."""
+        self._in_threads = 0
+        """Reads in threads, also for places that were closed or armed again meanwhile."""
+        self._is_over = False
+        """True if the time of the parked poll is over: it waits for threads only."""
         self._refused: list[GetResult] = []
         """Errors of partitions that the last GET could not open."""
         self._parked: tuple[Request, Get] | None = None
@@ -208,6 +238,7 @@ class FetchSession:
             if handle in self._places:
                 self._arm(self._places[handle], offset)
         self._parked = request, poll
+        self._is_over = False
         self.serve()
         if self._parked is not None and poll.wait_ms > 0:
             delay_s = min(poll.wait_ms, FETCH_WAIT_MS_MAX) / 1000
@@ -270,6 +301,7 @@ class FetchSession:
 
     def _arm(self, place: _Place, offset: int) -> None:
         self._ready.pop(place, None)  # arming puts it at the back
+        self._reading.pop(place, None)
         if place.arm(offset):
             self._ready[place] = None
         else:
@@ -287,15 +319,17 @@ class FetchSession:
     def _close(self, place: _Place | None) -> None:
         if place is not None:
             self._ready.pop(place, None)
+            self._reading.pop(place, None)
             place.partition.readers.discard(place)
 
     def place_ready(self, place: _Place) -> None:
         """Called when an armed partition has got data, or was closed."""
+        self._reading.pop(place, None)
         self._ready[place] = None
         if self._parked is not None and not self._serve_soon:
             # Later: appends of the same loop iteration go into the same answer.
             self._serve_soon = True
-            self._loop.call_soon(self._serve_ready)
+            self.role.turns.add(self._serve_ready)
 
     def _serve_ready(self) -> None:
         self._serve_soon = False
@@ -306,8 +340,8 @@ class FetchSession:
         if self._parked is None or not (self._ready or self._refused) or not self._writable():
             return
         request, poll = self._parked
-        if self._has(poll.bytes_min):
-            self._respond(request, poll)
+        if self._is_over or self._has(poll.bytes_min):
+            self._respond(request, poll, is_over=self._is_over)
         else:
             self._wait_for_more()
 
@@ -316,7 +350,7 @@ class FetchSession:
         if self._refused:
             return True
         found = 0
-        for place in self._ready:
+        for place in chain(self._ready, self._reading):
             found += place.available_bytes()
             if found >= bytes_min:
                 return True
@@ -330,14 +364,26 @@ class FetchSession:
         results, self._refused = self._refused, []
         bodies: list[Buffer] = []
         left_bytes = self._available_bytes(poll.bytes_max)
+        waits = bool(self._reading)
         while self._ready and left_bytes > 0 and len(results) < FETCH_RESULTS_MAX:
-            place = next(iter(self._ready))
-            del self._ready[place]
-            result, data = self._read(place, min(left_bytes, poll.partition_bytes_max))
+            place, _ = self._ready.popitem(last=False)
+            bytes_max = min(left_bytes, poll.partition_bytes_max)
+            try:
+                result, data = self._read(place, bytes_max)
+            except NotInMemory as missing:
+                waits = True
+                left_bytes -= bytes_max
+                if not self._read_in_thread(place, missing):
+                    break
+                continue
+            place.offset = None
             results.append(result)
             left_bytes -= result.size
             if data:
                 bodies.append(data)
+        if waits and not results:  # the end of its time is no reason to answer "no data"
+            self._is_over |= is_over
+            return
         if is_over and not self.role.is_master:
             results += self._sent_back(FETCH_RESULTS_MAX - len(results))
         self._parked = None
@@ -346,9 +392,34 @@ class FetchSession:
             self._deadline = None
         self._answer(request, results, bodies)
 
+    def _read_in_thread(self, place: _Place, missing: NotInMemory) -> bool:
+        """Starts the read of what is missing; returns False, and does not, if enough reads run for this session."""
+        assert place.cold is not None
+        if not place.in_thread and self._in_threads >= THREAD_READS_MAX:
+            self._ready[place] = None
+            self._ready.move_to_end(place, last=False)
+            return False
+        self._reading[place] = None
+        if not place.in_thread:  # else that read was for another offset; it tries again when that one ends
+            place.in_thread = True
+            self._in_threads += 1
+            self.role.cold_reads.start(self, place.cold, missing, partial(self._thread_has_read, place))
+        return True
+
+    def _thread_has_read(self, place: _Place) -> None:
+        place.in_thread = False
+        self._in_threads -= 1
+        if place in self._reading:
+            del self._reading[place]
+            self._ready[place] = None
+            self._ready.move_to_end(place, last=False)
+        self.serve()
+        if place.cold is not None and place not in self._reading:
+            place.cold.clear()  # the answer has it; or it cannot be sent now, and the page cache has it
+
     def _read(self, place: _Place, bytes_max: int) -> tuple[GetResult, Buffer]:
+        """Reads one place. Raises NotInMemory."""
         partition, offset = place.partition, place.offset
-        place.offset = None
         assert offset is not None
         error = place.error or partition.closed_by or place.refusal(offset)
         partition.readers.discard(place)
@@ -368,7 +439,8 @@ class FetchSession:
         results: list[GetResult] = []
         for handle, place in self._places.items():
             partition = place.partition
-            if place.offset is None or place in self._ready or len(results) >= count_max:
+            is_waiting = place.offset is not None and place not in self._ready and place not in self._reading
+            if not is_waiting or len(results) >= count_max:
                 continue
             log = partition.log
             preferred = self.role.preferred_replica(partition, log.stable_position)
@@ -379,6 +451,20 @@ class FetchSession:
         return results
 
     def _read_log(self, place: _Place, partition: Partition, offset: int, bytes_max: int) -> tuple[GetResult, Buffer]:
+        cold = place.cold or ColdReader()
+        try:
+            with partition.log.without_waiting(cold):
+                return self._read_in_memory(place, partition, offset, bytes_max)
+        except NotInMemory:
+            place.cold = cold
+            raise
+        finally:
+            if cold.due is not None:
+                self.role.cold_reads.read_ahead(cold)
+
+    def _read_in_memory(
+        self, place: _Place, partition: Partition, offset: int, bytes_max: int
+    ) -> tuple[GetResult, Buffer]:
         log = partition.log
         if self.is_near and place.entry.in_place and bytes_max >= IN_PLACE_BYTES_MIN:
             part = log.locate(offset, bytes_max)
@@ -405,6 +491,8 @@ class FetchSession:
         for place in self._places.values():
             self._close(place)
         self._places.clear()
+        if self._in_threads:
+            self.role.cold_reads.drop(self)
 
 
 def parted(partition: Partition, offset: int, epoch: int, role: ReplicaReadRole) -> tuple[bool, MetamqError | None]:

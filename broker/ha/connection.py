@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 Each partition of the slave has a *place* on the link. A place is sent in one of two ways:
 
-    copied   from the log, in chunks, from the position of the handshake; acknowledged by position
+    copied   from the log, in chunks, from the position of the handshake; acknowledged by position. A thread reads a
+             chunk that is not in memory. Other work of the loop goes first (CopyPace)
     live     every append is queued at once, in the master's order; acknowledged by sequence number
 
 A place becomes live when its copy has reached the end of the log. All of this runs in one loop, so no append comes
@@ -21,11 +22,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+import time
+from collections import OrderedDict, deque
 from collections.abc import Iterable
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from metamq.broker.ha.flow import CopyPace
+from metamq.broker.log.disk.cold import ColdReader, NotInMemory
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.limits import ENTRIES_TARGET
@@ -40,6 +45,8 @@ log = logging.getLogger("metamq.broker")
 
 FRAME_BYTES = 1024 * 1024
 BACKLOG_BYTES = 32 * 1024 * 1024
+THREAD_READS_MAX = 4
+"""Chunks of one link that wait for the disk."""
 STABLE_DELAY_S = 0.005
 """Seconds that new stable marks may wait for a frame that is sent anyway."""
 FRAMES_A_TURN = 4
@@ -74,7 +81,9 @@ class ReplicaEnd(NamedTuple):
 class LinkedPartition:
     """One partition on one link."""
 
-    __slots__ = ("copies", "flushed", "handle", "held", "known_position", "live", "partition", "sent_position", "since")
+    __slots__ = (
+        "cold", "copies", "flushed", "handle", "held", "known_position", "live", "partition", "sent_position", "since"
+    )  # fmt: skip
 
     def __init__(self, handle: int, partition: Partition, mark: ReplicaEnd, now: float) -> None:
         self.handle = handle
@@ -87,6 +96,7 @@ class LinkedPartition:
         self.known_position = 0
         """The stable mark that was sent to the slave last."""
         self.live = False
+        self.cold = ColdReader()
         self.copies: deque[tuple[ReplicaEnd, float]] = deque()
         """(end, time) of each chunk that was copied at this time and is not fully acknowledged."""
         if mark.position > start.position:
@@ -169,11 +179,18 @@ class HAConnection:
         self._queued_bytes = 0
         self._unheld: deque[tuple[int, LinkedPartition, ReplicaEnd, float]] = deque()
         self._unflushed: deque[tuple[int, LinkedPartition, ReplicaEnd, float]] = deque()
-        self._copying: dict[LinkedPartition, None] = {}
+        self._copying: OrderedDict[LinkedPartition, None] = OrderedDict()
+        self._reading: dict[LinkedPartition, None] = {}
+        """Places whose next chunk is read by a thread."""
+        self._in_threads = 0
+        """Reads in threads, also for places that were detached meanwhile."""
         self._copies_next = False
         """True if the next frame has copies. Live and copied frames take turns."""
         self._stable_news: dict[LinkedPartition, None] = {}
         self._pump_soon = False
+        self._pace = CopyPace()
+        self._asked_at = 0.0
+        """The time at which pump() was last asked for."""
         self._later: asyncio.TimerHandle | None = None
 
     # -- places -----------------------------------------------------------------------------------------------------
@@ -198,6 +215,7 @@ class HAConnection:
         if place is not None:
             self.places.pop(place.partition, None)
             self._copying.pop(place, None)
+            self._reading.pop(place, None)
             self._stable_news.pop(place, None)
             place.live = False
 
@@ -250,7 +268,13 @@ class HAConnection:
     @property
     def copying(self) -> bool:
         """True if a partition is being copied."""
-        return bool(self._copying)
+        return bool(self._copying or self._reading)
+
+    @property
+    def _may_copy(self) -> bool:
+        """True if a chunk may be copied now."""
+        is_free = self._in_threads < THREAD_READS_MAX
+        return bool(self._copying) and is_free and not self._pace.wait_s(time.perf_counter())
 
     def stable_moved(self, partition: Partition) -> None:
         """Sends a new stable mark, with the next frame or after STABLE_DELAY_S."""
@@ -264,11 +288,14 @@ class HAConnection:
         """Calls pump() at the end of this turn of the loop: appends of one turn share a frame."""
         if not self._pump_soon and not self.closed:
             self._pump_soon = True
+            self._asked_at = time.perf_counter()
             self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
         """Sends as much as the connection takes now."""
-        self._pump_soon = False
+        if self._pump_soon:
+            self._pump_soon = False
+            self._pace.turned(time.perf_counter() - self._asked_at)
         if self._later is not None:
             self._later.cancel()
             self._later = None
@@ -276,21 +303,28 @@ class HAConnection:
             if self.closed or not self._wire.writable:
                 return
             pause_s = self.flow.pause_s(self._now())
-            if pause_s > 0 and (self._queue or self._copying or self._stable_news):
+            if pause_s > 0 and (self._queue or self._may_copy or self._stable_news):
                 self._later = self._loop.call_later(pause_s, self.pump)
                 return
-            if not (self._queue or self._copying):
+            if not (self._queue or self._may_copy):
                 if not self._stable_news:
+                    self._copy_later()
                     return
                 self.beat()
                 continue
-            if self._queue and not (self._copying and self._copies_next):
+            if self._queue and not (self._may_copy and self._copies_next):
                 self._copies_next = True
                 self._send_queued()
             else:
                 self._copies_next = False
                 self._send_copy()
+                break  # one in a turn: others have theirs between
         self.pump_soon()
+
+    def _copy_later(self) -> None:
+        wait_s = self._pace.wait_s(time.perf_counter())
+        if self._copying and wait_s:
+            self._later = self._loop.call_later(min(wait_s, STABLE_DELAY_S), self.pump)
 
     def _send_queued(self) -> None:
         entries: list[tuple[int, int, int, int]] = []
@@ -319,8 +353,7 @@ class HAConnection:
 
     def _send_copy(self) -> None:
         """Sends a chunk of the next place that is copied."""
-        place = next(iter(self._copying))
-        del self._copying[place]
+        place, _ = self._copying.popitem(last=False)
         partition = place.partition
         if partition.closed_by is not None:
             return
@@ -330,12 +363,20 @@ class HAConnection:
             return
         position = place.sent_position
         try:
-            chunk = log_.read_position(position, FRAME_BYTES)
+            with log_.without_waiting(place.cold):
+                chunk = log_.read_position(position, FRAME_BYTES)
+        except NotInMemory as missing:
+            self._reading[place] = None
+            self._in_threads += 1
+            self._service.cold_reads.start(self, place.cold, missing, partial(self._thread_has_read, place))
+            return
         except MetamqError as error:
             self._service.failed(partition, error)
             if error.retriable:
                 self._service.leave(self, str(error))
             return
+        self._service.cold_reads.read_ahead(place.cold)
+        self._pace.sent(time.perf_counter())
         place.sent_position = position + len(chunk.data)
         end = ReplicaEnd(chunk.end_offset, place.sent_position)
         place.copies.append((end, self._now()))
@@ -345,6 +386,19 @@ class HAConnection:
             place.live = True
         else:
             self._copying[place] = None
+
+    def _thread_has_read(self, place: LinkedPartition) -> None:
+        """Sends the chunk now, if the connection takes it. Else the page cache has it later."""
+        self._in_threads -= 1
+        if place in self._reading and not self.closed:
+            del self._reading[place]
+            self._copying[place] = None
+            self._copying.move_to_end(place, last=False)
+            if self._wire.writable and self._may_copy and not self.flow.pause_s(self._now()):
+                self._send_copy()
+            self.pump_soon()
+        if place not in self._reading:
+            place.cold.clear()
 
     def _news(self) -> list[tuple[int, int, int]]:
         if not self._stable_news:
@@ -411,4 +465,5 @@ class HAConnection:
             self._queue.clear()
             self._unheld.clear()
             self._unflushed.clear()
+            self._service.cold_reads.drop(self)
             self._wire.close()

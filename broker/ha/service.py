@@ -94,6 +94,7 @@ class HAService:
         """Hand-overs in progress. Writes stay refused until none is left."""
         self._settings = settings
         self._topics = topics
+        self.cold_reads = topics.cold_reads
         self._change = change
         self._read = read
         self._may_ask = may_ask

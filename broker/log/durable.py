@@ -38,6 +38,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 from metamq.broker.log.disk.derived import unlink_all
@@ -50,6 +51,7 @@ from metamq.errors import ClosedError, DiskFull, MetamqError, StorageError, TooM
 
 if TYPE_CHECKING:
     from metamq.broker.log.config import LogConfig
+    from metamq.broker.log.disk.cold import ColdReader
     from metamq.broker.log.recovery import RecoveredLog
 
 log = logging.getLogger("metamq.broker.log")
@@ -270,6 +272,10 @@ class DurableLog:
             return None
         segment, base, position = self._stored(self._store.find, offset)
         return _piece(segment, self.end_position), (base, position)
+
+    def without_waiting(self, reader: ColdReader) -> AbstractContextManager[None]:
+        """Reads in this block raise NotInMemory instead of waiting for the disk: metamq.broker.log.disk.cold."""
+        return self._files.without_waiting(reader)
 
     # -- failing --------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from metamq.broker.log import fresh, retention
-from metamq.broker.log.disk.derived import unlink_all
+from metamq.broker.log.disk.derived import remove_file
 from metamq.broker.log.disk.epochs import EpochList
 from metamq.broker.log.disk.files import FileCache, is_full, storage_error
 from metamq.broker.log.disk.producers import NEW, Duplicate, New, ProducerStates
@@ -469,7 +469,9 @@ class PartitionLog(DurableLog):
             with self._unless_full("the removal of files"):
                 paths = self._store.release_oldest(len(going))
                 self._unsynced = set(filter(os.path.exists, self._unsynced))
-                yield partial(unlink_all, paths)
+                for path in paths:  # a step each: a stop waits for one file at most
+                    self._check_open()
+                    yield partial(remove_file, path)
         except OSError as error:
             raise self._fail("removing old segments", error) from error
         return removed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -151,13 +152,20 @@ class SegmentStore:
         """The index of a segment. Reads or rebuilds it if it is not in memory."""
         if segment is self.segments[-1]:
             if segment.index is None:
-                segment.index = derived.complete_index(self.files, segment, self.index_interval_bytes)
+                segment.index = self._complete_index(segment)
             return segment.index
         index = self.files.indexes.get(segment.path)
         if index is None:
-            index = derived.complete_index(self.files, segment, self.index_interval_bytes)
+            index = self._complete_index(segment)
             self.files.indexes.put(segment.path, index)
         return index
+
+    def _complete_index(self, segment: Segment) -> SparseIndex:
+        reader, interval = self.files.reader, self.index_interval_bytes
+        if reader is None:
+            return derived.complete_index(self.files, segment, interval)
+        piece = Segment(segment.path, segment.base_offset, segment.base_position, segment.size_bytes)
+        return reader.made(segment.path, SparseIndex, partial(derived.complete_index_in_thread, piece, interval))
 
     def segment_last_append_us(self, segment: Segment) -> int:
         """Time of a sealed segment's last append."""

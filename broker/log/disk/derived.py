@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from metamq.broker.log.disk import epochs
 from metamq.broker.log.disk.epochs import EpochList
+from metamq.broker.log.disk.files import ReadOnlyFiles
 from metamq.broker.log.disk.index import SparseIndex
 from metamq.broker.log.disk.producers import ProducerStates
 from metamq.broker.log.disk.scan import checked_batches, damaged, headers
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.broker.log")
 
 SNAPSHOTS_KEPT = 2
+STEP_BYTES = 4 * 1024 * 1024
+"""Bytes that are freed at a time when a file is removed. After each step others have PAUSE_SHARE times its time."""
+PAUSE_SHARE = 4
+PAUSE_S_MIN, PAUSE_S_MAX = 0.004, 0.05
 _VOID = ".void.tmp"
 
 
@@ -61,10 +67,26 @@ def unlink_all(paths: list[str]) -> None:
         unlink(path)
 
 
+def remove_file(path: str) -> None:
+    """Removes a void file, if it exists; a large one in steps.
+
+    To free gigabytes in one step can keep the file system from serving writes. A file with another name stays whole: an
+    archive has it. Raises OSError.
+    """
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        for size in range(status.st_size - STEP_BYTES, 0, -STEP_BYTES) if status.st_nlink == 1 else ():
+            began_s = time.monotonic()
+            os.ftruncate(file.fileno(), size)
+            time.sleep(min(max(PAUSE_SHARE * (time.monotonic() - began_s), PAUSE_S_MIN), PAUSE_S_MAX))
+    unlink(path)
+
+
 def remove_orphans(paths: list[str]) -> None:
     """Removes the files that remain of an emptied log. It may take long."""
     try:
-        unlink_all(paths)
+        for path in paths:
+            remove_file(path)
     except OSError as error:
         log.warning("files of an emptied log remain until the next start: %s", error)
 
@@ -92,6 +114,15 @@ def complete_index(files: FileCache, segment: Segment, interval: int) -> SparseI
     index = load_index(segment, interval) or SparseIndex(segment.base_offset, segment.base_position)
     extend_index(files, segment, index, interval)
     return index
+
+
+def complete_index_in_thread(piece: Segment, interval: int) -> SparseIndex:
+    """The whole index of a copy of a segment that no append changes meanwhile. Any thread. Raises as above."""
+    files = ReadOnlyFiles(1)
+    try:
+        return complete_index(files, piece, interval)
+    finally:
+        files.close()
 
 
 def extend_index(files: FileCache, segment: Segment, index: SparseIndex, interval: int) -> None:

@@ -20,9 +20,10 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from metamq.broker.log.disk.cold import ColdReader, NotInMemory, read_in_memory
 from metamq.errors import DiskFull, StorageError, TooManyOpenFiles
 from metamq.private_files import FILE_MODE
 from metamq.wire.buffer_pool import SMALL_BYTES, BufferPool
@@ -46,6 +47,8 @@ DESCRIPTORS_LEFT = 16
 """Descriptors of the process's limit that the cache leaves free, for files and folders opened outside of it."""
 RESERVED_DESCRIPTORS = 4
 """Descriptors that a change of a log in several steps needs at most at one time."""
+RECENT_BYTES = 4 * 1024 * 1024
+"""Bytes at the end of a file that was just written: they are in memory, even if the system does not say so."""
 
 
 class BoundedCache(Generic[K, V]):
@@ -89,7 +92,7 @@ class FileCache:
     and os.fsync, or those of a test's faulty disk.
     """
 
-    __slots__ = ("_buffers", "_open", "_thread", "_write", "indexes", "limit", "sync", "times")
+    __slots__ = ("_buffers", "_open", "_thread", "_write", "_written", "indexes", "limit", "reader", "sync", "times")
 
     def __init__(
         self, limit: int = 512, *, write: Write = os.pwrite, sync: Sync = os.fsync, index_bytes_max: int = 16 << 20
@@ -102,7 +105,11 @@ class FileCache:
             TIMES_BYTES, lambda times: 8 * len(times)
         )
         """The timestamps of recently searched batches, by path, position and checksum: metamq.broker.log.disk.times."""
+        self.reader: ColdReader | None = None
+        """The reader that must not wait for the disk; None: a read waits."""
         self._write = write
+        self._written: dict[str, int] = {}
+        """The ends of open files that were written."""
         self._open: OrderedDict[str, int] = OrderedDict()
         self._buffers = BufferPool(KEPT_BYTES)
         self._thread = threading.get_ident()
@@ -132,7 +139,9 @@ class FileCache:
         return fd
 
     def _evict(self) -> None:
-        os.close(self._open.popitem(last=False)[1])
+        path, fd = self._open.popitem(last=False)
+        self._written.pop(path, None)
+        os.close(fd)
 
     def opened(self, open_it: Callable[[], int]) -> int:
         """Calls `open_it` and returns its descriptor. If no descriptor is free, closes files of the cache and retries.
@@ -170,16 +179,47 @@ class FileCache:
     def forget(self, path: str) -> None:
         """Closes the file, if it is open."""
         fd = self._open.pop(path, None)
+        self._written.pop(path, None)
         if fd is not None:
             os.close(fd)
 
+    @contextlib.contextmanager
+    def without_waiting(self, reader: ColdReader) -> Iterator[None]:
+        """Reads in this block raise NotInMemory instead of waiting: metamq.broker.log.disk.cold."""
+        self.reader = reader
+        try:
+            yield
+        finally:
+            self.reader = None
+
     def read(self, path: str, size: int, at: int) -> bytes | memoryview:
-        """Reads `size` bytes from byte `at` on; fewer at the end of the file. Raises OSError."""
+        """Reads `size` bytes from byte `at` on; fewer at the end of the file. Raises OSError, NotInMemory."""
         fd = self.descriptor(path)
+        if self.reader is not None:
+            return self._read_in_memory(self.reader, fd, path, size, at)
         if size <= SMALL_BYTES:
             return os.pread(fd, size, at)
-        view = memoryview(self._buffers.take(size))[:size]
+        view = self.buffer(size)
         return view[: os.preadv(fd, [view], at)]
+
+    def _read_in_memory(self, reader: ColdReader, fd: int, path: str, size: int, at: int) -> memoryview:
+        found = reader.bytes_of(path, size, at)
+        if found is not None:
+            reader.has_read(path, size, at)
+            return found
+        view = self.buffer(size)
+        count = read_in_memory(fd, view, at)
+        if count is None and at + size > self._written.get(path, at + size + RECENT_BYTES) - RECENT_BYTES:
+            count = os.preadv(fd, [view], at)
+        if count != size:  # perhaps the end of the file: a read that may wait finds out
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a thread reads ahead, not the kernel in the loop
+            raise NotInMemory(path, size, at)
+        reader.has_read(path, size, at)
+        return view
+
+    def buffer(self, size: int) -> memoryview:
+        """Returns memory for a read."""
+        return memoryview(self._buffers.take(size))[:size]
 
     def write(self, path: str, data: Buffer, at: int) -> None:
         """Writes all of `data` at byte `at`, in several writes if necessary. Raises OSError."""
@@ -190,6 +230,7 @@ class FileCache:
             if more <= 0:
                 raise OSError(errno.EIO, "the disk takes no more bytes", path)
             written += more
+        self._written[path] = at + len(data)
 
     def sync_folder(self, path: str) -> None:
         """Makes the file names in a folder durable. Raises OSError."""

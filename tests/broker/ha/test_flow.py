@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metamq.broker.ha.flow import BURST_S, FlowMonitor
+from metamq.broker.ha.flow import BURST_S, LATE_S, PAUSE_S_MAX, CopyPace, FlowMonitor
 from tests.examples import examples
 
 SLACK = 1.000001
@@ -91,3 +91,19 @@ def test_the_rate_is_that_of_the_last_whole_second() -> None:
     assert flow.bytes_s(20.9) == 0
     assert flow.bytes_s(21.2) == 7
     assert flow.bytes_s(99.0) == 0
+
+
+def test_copies_pause_for_as_long_as_the_loop_is_late_and_then_go_on() -> None:
+    pace = CopyPace()
+    pace.sent(1.0)
+    assert pace.wait_s(1.0) == 0, "as fast as it can while nothing is late"
+    pace.turned(2 * LATE_S)
+    pace.sent(1.0)
+    assert pace.wait_s(1.0) == pytest.approx(2 * LATE_S)
+    assert pace.wait_s(2.0) == 0
+    for _ in range(20):
+        pace.turned(2 * LATE_S)
+    assert pace.pause_s == PAUSE_S_MAX, "it never stops"
+    for _ in range(20):
+        pace.turned(LATE_S / 2)
+    assert pace.pause_s == 0

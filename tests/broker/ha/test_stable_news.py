@@ -14,6 +14,7 @@ import pytest
 
 from metamq.broker.data.partition import BatchIds, Partition
 from metamq.broker.front_door.fetch_session import FetchSession, ReplicaReadRole
+from metamq.broker.front_door.limits.turns import Turns
 from metamq.errors import CorruptData, OffsetDiverged
 from metamq.wire import status, sync
 from metamq.wire.batch import read_header
@@ -116,6 +117,7 @@ class Replica:
 
     def __init__(self, find: Callable[[str, str, int], Partition]) -> None:
         self.find = find
+        self.turns = Turns()
 
     def preferred_replica(self, partition: Partition, position: int) -> int:
         return self.master

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from metamq.broker.log.config import FlushPolicy, LogConfig
+from metamq.broker.log.disk import derived
 from metamq.broker.log.disk.files import FileCache
 from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.log.steps import FLUSH
@@ -298,6 +300,33 @@ def test_a_crash_between_any_two_steps(make_shelf: Any) -> None:
         assert (found.start_offset, found.end_offset) == (start, end)
         assert len(other.read_all(found)) == end - start
         found.close()
+    log.close()
+
+
+def test_a_large_file_goes_in_steps_but_not_the_one_in_the_archive(
+    shelf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    truncate = os.ftruncate
+
+    def noted(fd: int, size: int) -> None:
+        sizes.append(size)
+        truncate(fd, size)
+
+    monkeypatch.setattr(os, "ftruncate", noted)
+    monkeypatch.setattr(derived, "STEP_BYTES", 100)
+    log = shelf.open(config(retention_bytes=700))
+    fill(shelf, log)
+    removed = shelf.retain(log, 0)
+    assert sizes[:2] == [removed[0].size_bytes - 100, removed[0].size_bytes - 200]
+    assert not any(Path(segment.path).exists() for segment in removed)
+    sizes.clear()
+    archive = tmp_path / "archive"
+    log.reconfigure(config(retention_bytes=0, cleanup="archive", archive_dir=archive))
+    kept = {Path(segment.path).name: Path(segment.path).read_bytes() for segment in log.segments()[:-1]}
+    shelf.retain(log, 0)
+    assert {path.name: path.read_bytes() for path in archive.rglob("*.log")} == kept
+    assert not sizes
     log.close()
 
 

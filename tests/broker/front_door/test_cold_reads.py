@@ -1,0 +1,274 @@
+"""Reads of the disk that take long, fail, or come too late: only their own reader waits, and none gets wrong data."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.broker.data import cold_reads
+from metamq.broker.data.partition import Partition
+from metamq.broker.front_door import fetch_session
+from metamq.broker.log.disk import cold
+from metamq.broker.log.disk import files as log_files
+from metamq.errors import CorruptData, Fenced, OffsetOutOfRange, StorageError, TopicNotFound
+from metamq.testing import Cluster
+from metamq.wire import status
+from metamq.wire.commands import Command, GetPartition, GetResult
+from metamq.wire.headers import unpack_list
+from tests.broker.front_door.conftest import Front, RawClient, values_in
+from tests.broker.slow_disk import EIO, SlowDisk
+from tests.one_zookeeper import cluster
+from tests.parts import LocalBroker, wait_until
+
+VALUE = bytes(range(256)) * 1024
+IDS = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    with cluster(brokers=0) as made:
+        yield made
+
+
+class Local(Front):
+    """A broker in this process, and its data folder."""
+
+    def __init__(self, running: Cluster, broker: LocalBroker) -> None:
+        self.cluster, self.port, self.broker = running, broker.port, broker
+        self._ids: dict[str, str] = {}
+        self._clients: list[RawClient] = []
+
+    def topic(self, name: str, partitions: int = 1, **settings: Any) -> str:
+        if name not in self._ids:
+            with self.cluster.admin() as admin:
+                made = admin.create_topic(name, partitions=partitions, brokers=[self.broker.broker_id], **settings)
+                self._ids[name] = made.id
+        return self._ids[name]
+
+    @property
+    def cold(self) -> cold_reads.ColdReads:
+        return self.broker.broker._topics.cold_reads
+
+    def partition(self, topic: str) -> Partition:
+        found = self.broker.broker._topics.get(topic, 0)
+        assert found is not None
+        return found
+
+    def open(self, client: RawClient, topic: str, partitions: int = 1) -> None:
+        opened = [GetPartition(index + 1, topic, self.topic(topic), index) for index in range(partitions)]
+        assert client.ask(Command.GET, self.get(wait_ms=0, opened=opened)).header == []
+
+
+@pytest.fixture
+def front(running: Cluster, tmp_path: Path) -> Iterator[Local]:
+    with LocalBroker(running.zookeeper, tmp_path / "b", id=next(IDS), retention_check_s=0.1) as broker:
+        made = Local(running, broker)
+        try:
+            yield made
+        finally:
+            made.close_clients()
+
+
+@pytest.fixture
+def disk(front: Local, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    made = SlowDisk(monkeypatch)
+    yield made
+    made.goes.set()
+    made.is_cold = False
+
+
+def found(answer: Any) -> dict[int, list[bytes] | Exception]:
+    """The values, or the error, of each handle."""
+    assert answer.status == status.OK, answer.header
+    results: dict[int, list[bytes] | Exception] = {}
+    position = 0
+    for result in unpack_list(GetResult, answer.header):
+        if result.status == status.OK:
+            results[result.handle] = values_in(answer.body[position : position + result.size])
+        else:
+            results[result.handle] = status.decode_error(result.status, result.error)
+        position += result.size
+    return results
+
+
+def topic_of(front: Local, values: int = 3, partitions: int = 1, **settings: Any) -> str:
+    """A topic with large messages, a batch each."""
+    name = f"cold-{front.broker.broker_id}"
+    front.topic(name, partitions, **settings)
+    for index in range(partitions):
+        for _ in range(values):
+            front.fill(name, index, [VALUE])
+    return name
+
+
+def test_a_read_from_the_disk_gives_what_one_from_memory_gives(front: Local, disk: SlowDisk) -> None:
+    topic, client = topic_of(front, 12, segment_bytes=1 << 20), front.connect()
+    front.open(client, topic)
+    disk.is_cold = True
+    read: list[bytes] = []
+    while len(read) < 12:
+        read += found(client.ask(Command.GET, front.get(wait_ms=0, armed=[(1, len(read))])))[1]  # type: ignore[arg-type]
+    assert read == [VALUE] * 12
+    assert disk.began
+
+
+def test_while_a_read_takes_long_others_are_served_and_the_poll_does_not_end(front: Local, disk: SlowDisk) -> None:
+    topic, client, other = topic_of(front), front.connect(), front.connect()
+    front.open(client, topic)
+    front.open(other, topic)
+    disk.stops()
+    asked = client.request(Command.GET, front.get(wait_ms=0, armed=[(1, 0)]))
+    wait_until(lambda: disk.waiting)
+    front.topic("pulse")
+    assert found(other.ask(Command.GET, front.get(wait_ms=20, armed=[(1, 3)]))) == {}
+    assert front.put(other, topic, [(0, front.batch([b"more"]))])[0].base_offset == 3
+    disk.goes.set()
+    answer = client.answer()
+    assert answer.opaque == asked
+    assert VALUE in found(answer)[1]  # type: ignore[operator]
+
+
+def test_a_partition_in_memory_is_answered_while_another_is_read(front: Local, disk: SlowDisk) -> None:
+    topic, client = topic_of(front, partitions=2), front.connect()
+    front.open(client, topic, 2)
+    disk.stops()
+    client.request(Command.GET, front.get(armed=[(1, 0)]))
+    wait_until(lambda: disk.waiting)
+    disk.is_cold = False
+    client.request(Command.GET, front.get(wait_ms=50_000, armed=[(2, 0)]))
+    assert found(client.answer()) == {}, "the answer to the GET that was parked"
+    assert found(client.answer()) == {2: [VALUE] * 3}
+    last = client.request(Command.GET, front.get(wait_ms=50_000))
+    disk.goes.set()
+    answer = client.answer()
+    assert (answer.opaque, found(answer)) == (last, {1: [VALUE] * 3})
+
+
+def test_a_read_that_fails_is_an_error_and_not_the_end_of_the_data(front: Local, disk: SlowDisk) -> None:
+    topic, client = topic_of(front), front.connect()
+    front.open(client, topic)
+    disk.is_cold, disk.error = True, EIO
+    error = found(client.ask(Command.GET, front.get(wait_ms=0, armed=[(1, 0)])))[1]
+    assert isinstance(error, StorageError)
+    assert os.strerror(errno.EIO) in str(error)
+    disk.error = None
+    assert found(client.ask(Command.GET, front.get(wait_ms=0, armed=[(1, 0)])))[1] == [VALUE] * 3
+
+
+def test_a_file_that_became_shorter_is_damage(front: Local, disk: SlowDisk) -> None:
+    topic, client = topic_of(front), front.connect()
+    front.open(client, topic)
+    partition = front.partition(topic)
+    disk.is_cold = True
+    os.truncate(partition.log.segments()[0].path, len(VALUE) // 2)
+    error = found(client.ask(Command.GET, front.get(wait_ms=0, armed=[(1, 0)])))[1]
+    assert isinstance(error, CorruptData)
+    assert partition.damage is not None, "the master notes it"
+
+
+def test_retention_removes_what_is_being_read(front: Local, disk: SlowDisk) -> None:
+    topic, client = topic_of(front, 8, segment_bytes=1 << 20), front.connect()
+    front.open(client, topic)
+    disk.stops()
+    client.request(Command.GET, front.get(wait_ms=0, armed=[(1, 0)]))
+    wait_until(lambda: disk.waiting)
+    with front.cluster.admin() as admin:
+        admin.alter(topic, retention_bytes=1)
+    wait_until(lambda: front.partition(topic).log.start_offset)
+    disk.goes.set()
+    assert isinstance(found(client.answer())[1], OffsetOutOfRange)
+
+
+def test_the_topic_is_deleted_while_it_is_read(front: Local, disk: SlowDisk) -> None:
+    topic, client = topic_of(front), front.connect()
+    front.open(client, topic)
+    disk.stops()
+    client.request(Command.GET, front.get(wait_ms=0, armed=[(1, 0)]))
+    wait_until(lambda: disk.waiting)
+    partition = front.partition(topic)
+    front.delete(topic)
+    wait_until(lambda: partition.closed_by)
+    disk.goes.set()
+    assert isinstance(found(client.answer())[1], TopicNotFound)
+
+
+def test_a_log_that_is_cut_meanwhile_gives_nothing_that_was_read_before(front: Local, disk: SlowDisk) -> None:
+    """As a slave's log is, whose readers then open it again."""
+    topic, client = topic_of(front), front.connect()
+    front.open(client, topic)
+    disk.stops()
+    client.request(Command.GET, front.get(wait_ms=0, armed=[(1, 0)]))
+    wait_until(lambda: disk.waiting)
+    partition = front.partition(topic)
+    front.broker.loop.call_soon_threadsafe(partition.cut, 0)
+    wait_until(lambda: partition.cuts)
+    front.fill(topic, 0, [VALUE[::-1]])
+    disk.goes.set()
+    assert isinstance(found(client.answer())[1], Fenced)
+
+
+def test_connections_that_end_leave_nothing_behind(front: Local, disk: SlowDisk) -> None:
+    topic = topic_of(front, partitions=12)
+    front.open(front.connect(), topic, 12)
+    front.close_clients()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    disk.stops()
+    for _ in range(5):
+        client = front.connect()
+        front.open(client, topic, 12)
+        client.request(Command.GET, front.get(armed=[(index + 1, 0) for index in range(12)]))
+    wait_until(lambda: disk.waiting == cold_reads.THREADS)
+    front.close_clients()
+    wait_until(lambda: not front.cold._queues)
+    disk.goes.set()
+    wait_until(lambda: not front.cold._running)
+    assert disk.began == cold_reads.THREADS, "the waiting reads were forgotten"
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+
+
+def test_a_client_that_arms_again_and_again_starts_no_more_reads(front: Local, disk: SlowDisk) -> None:
+    topic, client = topic_of(front), front.connect()
+    front.open(client, topic)
+    disk.stops()
+    client.request(Command.GET, front.get(wait_ms=50_000, armed=[(1, 0)]))
+    for number in range(100):
+        client.request(Command.GET, front.get(wait_ms=50_000, armed=[(1, number % 3)]))
+        assert found(client.answer()) == {}
+    for number in range(2, 40):  # and under new handles
+        opened = [GetPartition(number, topic, front.topic(topic), 0)]
+        client.request(Command.GET, front.get(wait_ms=50_000, closed=[number - 1], opened=opened, armed=[(number, 0)]))
+        assert found(client.answer()) == {}
+    assert disk.began <= fetch_session.THREAD_READS_MAX
+    disk.goes.set()
+    assert found(client.answer()) == {39: [VALUE] * 3}
+
+
+def test_where_the_system_does_not_say_what_is_cached_only_new_data_is_read_at_once(
+    front: Local, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic, client = topic_of(front), front.connect()
+    front.open(client, topic)
+    monkeypatch.setattr(cold, "NO_WAIT", 0)
+    assert found(client.ask(Command.GET, front.get(wait_ms=0, armed=[(1, 2)])))[1] == [VALUE]
+    assert not disk.began
+    for _ in range(1 + log_files.RECENT_BYTES // len(VALUE)):
+        front.fill(topic, 0, [VALUE])
+    assert found(client.ask(Command.GET, front.get(wait_ms=0, armed=[(1, 0)])))[1][:3] == [VALUE] * 3  # type: ignore[index]
+    assert disk.began
+
+
+def test_a_lost_index_is_made_again_in_a_thread(front: Local, disk: SlowDisk) -> None:
+    topic, client = topic_of(front, 12, segment_bytes=1 << 20), front.connect()
+    front.open(client, topic)
+    files = front.partition(topic).log._files
+    sealed = front.partition(topic).log.segments()[0].path
+    os.unlink(sealed.replace(".log", ".index"))
+    front.broker.loop.call_soon_threadsafe(files.indexes.forget, sealed)
+    disk.is_cold = True
+    assert found(client.ask(Command.GET, front.get(wait_ms=0, armed=[(1, 1)])))[1][0] == VALUE  # type: ignore[index]
