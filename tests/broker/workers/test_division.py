@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -54,7 +55,7 @@ def test_shares_add_up_to_the_setting_or_are_the_least(processes: int, rate: int
         ({"port": 8118}, "need the ports 8118 to 8121, and --http-port 8120 is one of them", "another --http-port"),
     ],
 )
-def test_what_does_not_fit_is_named(settings: dict[str, int], problem: str, step: str) -> None:
+def test_what_does_not_fit_is_named(settings: dict[str, Any], problem: str, step: str) -> None:
     with pytest.raises(ConfigError, match=problem) as raised:
         ids_of(BrokerConfig(processes=4, **settings))
     assert step in raised.value.hint
