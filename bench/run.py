@@ -7,7 +7,7 @@
     ./dev bench --only scan --gigabytes 10
                                 the memory of a scan, with a topic of this size; it needs as much disk space
     ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; others of this kind are
-                                rolling, security and disk
+                                rolling, security, disk and cores
 
 Writes bench/results/latest.json, from which bench/report.py makes docs/performance.md. Figures are medians over the
 rounds. Every round measures the raw limits too, so that both see the same machine.
@@ -45,7 +45,7 @@ from settle import gives_memory_back
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "scan", "console", "spark")
-LONG_PARTS = ("failover", "rolling", "security", "disk")
+LONG_PARTS = ("failover", "rolling", "security", "disk", "cores")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
 ENOUGH_FSYNCS = 1250
@@ -179,6 +179,13 @@ def run_disk(rounds: int) -> dict[str, Any]:
     return disk.measure(rounds, say)
 
 
+def run_cores(rounds: int) -> dict[str, Any]:
+    """Measures one and two broker processes of a command."""
+    import cores
+
+    return cores.measure(rounds, say)
+
+
 class Targets:
     """The project's targets: (what, figure, target, reached) of each that was measured."""
 
@@ -272,6 +279,10 @@ class Targets:
     def rolling(self, measured: dict[str, Any]) -> None:
         self.at_most("latest message in a rolling restart, s", measured["max_s"], 1.0)
 
+    def cores(self, measured: dict[str, Any]) -> None:
+        self.at_least("small PUTs, two processes / one, by processor time", measured["put"]["possible_ratio"], 1.8)
+        self.at_least("large fetches, two processes / one, by processor time", measured["fetch"]["possible_ratio"], 1.6)
+
     def security(self, measured: dict[str, Any]) -> None:
         for way in ("produce", "consume"):
             for side in ("broker", "client"):
@@ -340,6 +351,7 @@ def main() -> int:
         "rolling": run_rolling,
         "security": run_security,
         "disk": run_disk,
+        "cores": run_cores,
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds

@@ -14,7 +14,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.broker.process.parent import follow_parent
 from metamq.broker.process.server import run_broker
 from metamq.client.settings import cluster_access, load
-from metamq.errors import ConnectError, MetamqError
+from metamq.errors import ConfigError, ConnectError, MetamqError
 
 if TYPE_CHECKING:
     from metamq.broker.process.server import Broker
@@ -31,6 +31,11 @@ def main() -> int:
         follow_parent(sys.stdin.fileno())
     try:
         config = load(BrokerConfig, "broker", arguments={})
+        if config.processes > 1:
+            raise ConfigError(
+                f"`python -m metamq.broker` runs one process, not {config.processes}",
+                hint="Use `metamq broker`, or leave `processes` out.",
+            )
         return run_broker(config, cluster_access(None, None, None, None), ready=_ready)
     except ConnectError as error:
         print(error, file=sys.stderr)

@@ -11,6 +11,7 @@ from metamq.zk.cluster.epochs import CLASSES
 from metamq.zk.cluster.failover import check_mode
 
 BROKER_ID_MAX = 65_535
+PROCESSES_MAX = 256
 REPLICA_MAX = CLASSES - 1
 """Each replica of a broker id has a class of epoch numbers of its own."""
 MEBIBYTE = 1024 * 1024
@@ -22,6 +23,8 @@ class BrokerConfig:
 
     id: int = 0
     """Broker id: the replica group. Unique in a cluster."""
+    processes: int = 1
+    """Processes of `metamq broker`, each with a broker id of its own: `id`, `id` + 1, and so on."""
     replica: int = 0
     """The number of this replica within the broker id. The data folder keeps it; another number there is an error."""
     learner: bool = False
@@ -102,6 +105,7 @@ class BrokerConfig:
     def __post_init__(self) -> None:
         limits = {
             "id": (0, BROKER_ID_MAX),
+            "processes": (1, PROCESSES_MAX),
             "replica": (0, REPLICA_MAX),
             "failover_pause_max_ms": (0, 3_600_000),
             "failover_return_ms": (0, 86_400_000),

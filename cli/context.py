@@ -83,13 +83,17 @@ class Globals:
 
         return Admin(**self.client())
 
-    def log(self, quiet: int) -> None:
-        """Sends log lines from level `quiet` up to standard error; -v, -vv and --debug log more."""
+    def log(self, quiet: int, source: str = "") -> None:
+        """Sends log lines from level `quiet` up to standard error; -v, -vv and --debug log more.
+
+        `source` is in each line, for a process that shares standard error with others.
+        """
+        form = LOG_FORMAT.replace("%(name)s", f"{source} %(name)s") if source else LOG_FORMAT
         level = logging.DEBUG if self.debug or self.verbose > 1 else logging.INFO if self.verbose else quiet
-        logging.basicConfig(level=max(level, logging.WARNING), format=LOG_FORMAT)
+        logging.basicConfig(level=max(level, logging.WARNING), format=form)
         if sys.stderr.isatty():
             for handler in logging.getLogger().handlers:
-                handler.setFormatter(_EscapingFormatter(LOG_FORMAT))
+                handler.setFormatter(_EscapingFormatter(form))
         logging.getLogger("metamq").setLevel(level)
         # metamq.zk logs lost connections in plainer words.
         logging.getLogger("kazoo").setLevel(logging.DEBUG if self.debug else logging.CRITICAL)

@@ -71,7 +71,7 @@ class ReplicaProcess:
         self._log_path = log_path
         here = [f"--id={BROKER_ID}", f"--host={place.host}", f"--advertise={place.host}", f"--replica={place.number}"]
         here += [f"--port={place.port}", f"--http-port={place.http_port}", f"--data={place.data}"]
-        here += ["--with-parent", "--output=json"]
+        here += ["--processes=1", "--with-parent", "--output=json"]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             self._log_start = log.tell()

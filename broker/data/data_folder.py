@@ -6,6 +6,7 @@
     partitions                          every partition that was made here (metamq.broker.data.made_partitions).
     topics/<topic>@<topic id>/<index>/  one partition log each (metamq.broker.log).
     topics/.removed-…                   a topic that is being removed
+    broker-<id>/                        the data folder of a worker of `metamq broker --processes`
 
 The *incarnation* shows if this replica still has everything that it ever acknowledged. A killed process loses nothing
 that it wrote: the kernel's memory has it. A host that went down may have lost some of it. So a start after another boot
@@ -64,6 +65,7 @@ REPLACED = "its files are not those that this replica used last, but a copy, whi
 _REMOVED = ".removed-"
 _COPIED = "of another folder"
 """Stands for the mark of the lock if meta.json was copied from another folder."""
+_WORKER_FOLDER = re.compile(r"broker-(0|[1-9][0-9]{0,4})")
 _TOPIC_FOLDER = re.compile(r"([^/@][^/@]*)@([^/@]+)")
 
 
@@ -146,6 +148,8 @@ class DataFolder:
             raise _failure(path, "opening the data folder", error) from error
         try:
             former = _load(path)
+            if former is None:
+                _check_alone(path)
             meta = _started(path, former, broker_id, replica, boot, lock.mark)
             folder = cls(path, meta, lock)
             folder._store(meta)
@@ -447,6 +451,33 @@ class DataFolder:
 
 
 _META_HINT = "Restore the file from a backup: the logs do not identify the replica."
+
+
+def worker_folder(data: Path, broker_id: int) -> Path:
+    """The data folder of a worker in the data folder of `metamq broker --processes`."""
+    return data / f"broker-{broker_id}"
+
+
+def folders_below(data: Path) -> list[int]:
+    """The broker ids of the workers that have a data folder in this one."""
+    found = (_WORKER_FOLDER.fullmatch(meta.parent.name) for meta in data.glob("broker-*/meta.json"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def owner_of(path: Path) -> int | None:
+    """The broker id of a data folder; None if no broker has used it. Raises ConfigError."""
+    meta = _load(path)
+    return None if meta is None else meta.broker_id
+
+
+def _check_alone(path: Path) -> None:
+    """Raises ConfigError if the folder has data folders of workers: a broker of its own would not find their data."""
+    if below := folders_below(path):
+        names = ", ".join(worker_folder(path, one).name for one in below)
+        raise ConfigError(
+            f"the data folder {path} was made by `metamq broker --processes`: it has {names}",
+            hint=f"Give --processes as before, or a broker's own folder, as --data {worker_folder(path, below[0])}.",
+        )
 
 
 def _load(path: Path) -> _Meta | None:

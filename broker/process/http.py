@@ -1,39 +1,28 @@
 """Serves /metrics, /healthz and /readyz in threads: they answer even while the event loop is blocked.
 
-It uses the standard library and prometheus-client: a port for scrapers needs no web framework. With `http_tls` the port
-speaks TLS only, and shows /metrics to a client whose certificate has the right `describe cluster`.
+It uses the standard library: a port for scrapers needs no web framework. `metamq.broker.process.pages` has the pages.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import html
 import logging
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from socketserver import ThreadingMixIn
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
-
-from metamq.broker.front_door.audit import REFUSED, Audit
-from metamq.broker.process.metrics import BrokerCollector
 from metamq.errors import ConfigError, TooManyThreads
 from metamq.security.tls import FreshContext, principal_of
 from metamq.threads import start
 
 if TYPE_CHECKING:
     from metamq.broker.config import BrokerConfig
-    from metamq.broker.process.server import Broker
-    from metamq.broker.process.users import KnownUsers
-    from metamq.security.tls import BrokerSecurity
 
 log = logging.getLogger("metamq.broker")
 
@@ -43,34 +32,9 @@ DEADLINE_S = 10.0
 """Seconds for a request and its answer."""
 HEAD_BYTES_MAX = 16 * 1024
 PRINCIPAL = "metamq.principal"
-
-
-class StatusGuard(NamedTuple):
-    """The protection of the port. Any thread."""
-
-    tls: FreshContext
-    may_describe: Callable[[str], bool]
-    """True if this principal may see the metrics."""
-    refused: Callable[[str, str], None]
-    """Called with the principal and the address of a client that may not."""
-
-
-def guard_of(
-    config: BrokerConfig, security: BrokerSecurity | None, users: KnownUsers, audit: Audit
-) -> StatusGuard | None:
-    """Returns the protection of the port, or None. Raises ConfigError if `http_tls` is set without certificates."""
-    if not config.http_tls:
-        return None
-    if security is None:
-        raise ConfigError(
-            "http_tls is on, and security is off", hint="Set `dir` in [security], or METAMQ_SECURITY_DIR."
-        )
-    loop = asyncio.get_running_loop()
-
-    def refused(principal: str, address: str) -> None:
-        loop.call_soon_threadsafe(partial(audit.record, REFUSED, principal, address, "/metrics", allowed=False))
-
-    return StatusGuard(security.server, users.may_describe, refused)
+"""The variable of WSGI with the name in the client's certificate."""
+Respond: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+"""An application of WSGI."""
 
 
 class _Head:
@@ -168,37 +132,20 @@ class _Server(ThreadingMixIn, WSGIServer):
         log.debug("http: a request of %s", client_address, exc_info=True)
 
 
-def first_page(console_url: str) -> str:
-    """Returns the page `/` as HTML, with a link to the console, or the command that starts it."""
-    address = html.escape(console_url)
-    console = f'<a href="{address}">{address}</a>' if console_url else "run <code>metamq console</code>"
-    links = " ".join(f'<a href="/{name}">/{name}</a>' for name in ("metrics", "healthz", "readyz"))
-    title = "A metamq broker"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>'
-        f"<p>The console shows the cluster: {console}</p><p>This port has {links}</p></html>\n"
-    )
-
-
 class StatusServer:
-    """The HTTP port of a broker, from its construction on. Raises ConfigError if the port is taken, TooManyThreads."""
+    """An HTTP port, from its construction on. Raises ConfigError if the port is taken, TooManyThreads."""
 
-    def __init__(self, broker: Broker, guard: StatusGuard | None = None) -> None:
-        self._broker = broker
-        self._guard = guard
-        registry = CollectorRegistry()
-        registry.register(BrokerCollector(broker))
-        self._metrics = make_wsgi_app(registry)
-        self._first_page = first_page(broker.config.console_url)
-        host, port = broker.config.http_host or broker.config.host, broker.config.http_port
+    def __init__(self, config: BrokerConfig, respond: Respond, tls: FreshContext | None = None) -> None:
+        """`respond` answers each request, in any thread. With `tls` the port speaks TLS only."""
+        host, port = config.http_host or config.host, config.http_port
         try:
-            self._server = make_server(host, port, self._respond, _Server, _QuietHandler)
+            self._server = make_server(host, port, respond, _Server, _QuietHandler)
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror}",
                 hint="Choose another --http-port (0 takes a free one, -1 serves none), or --http-host.",
             ) from error
-        self._server.tls = guard.tls if guard is not None else None
+        self._server.tls = tls
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="metamq-http", daemon=True)
         try:
@@ -206,26 +153,6 @@ class StatusServer:
         except TooManyThreads:
             self._server.server_close()
             raise
-
-    def _respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
-        if path == "/metrics" and self._guard is not None and not self._guard.may_describe(environ[PRINCIPAL]):
-            self._guard.refused(environ[PRINCIPAL], environ["REMOTE_ADDR"])
-            start_response("403 Forbidden", [("Content-Type", "text/plain")])
-            return [b"/metrics needs a certificate with the right `describe cluster`\n"]
-        if path == "/metrics":
-            metrics: Iterable[bytes] = self._metrics(environ, start_response)
-            return metrics
-        if path == "/":
-            start_response("200 OK", [("Content-Type", "text/html; charset=utf-8")])
-            return [self._first_page.encode()]
-        checks = {"/healthz": self._broker.health, "/readyz": self._broker.readiness}
-        if path not in checks:
-            start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"/metrics, /healthz and /readyz are here.\n"]
-        good, reason = checks[path]()
-        start_response("200 OK" if good else "503 Service Unavailable", [("Content-Type", "text/plain")])
-        return [f"{reason}\n".encode()]
 
     def close(self) -> None:
         """Stops serving. Requests in progress are not finished."""

@@ -135,12 +135,18 @@ class SyncTimes:
 
 
 class BrokerCollector(Collector):
-    """Collects the metrics of one broker."""
+    """Collects the metrics of one broker. Every sample has the label `broker`, the broker id."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
 
     def collect(self) -> Iterator[Metric]:
+        labels = {"broker": str(self._broker.config.id)}
+        for metric in self._collect():
+            metric.samples = [one._replace(labels=one.labels | labels) for one in metric.samples]
+            yield metric
+
+    def _collect(self) -> Iterator[Metric]:
         statistics: dict[str, Any] = self._broker.statistics()
         counters = statistics["counters"]
         for name, (metric, text) in _GAUGES.items():
@@ -149,8 +155,8 @@ class BrokerCollector(Collector):
         build = GaugeMetricFamily("metamq_build_info", "This release", labels=["version"])
         build.add_metric([metamq.__version__], 1)
         yield build
-        replica = GaugeMetricFamily("metamq_replica_info", "This replica", labels=["broker", "replica"])
-        replica.add_metric([str(self._broker.config.id), str(statistics["replication"]["replica"])], 1)
+        replica = GaugeMetricFamily("metamq_replica_info", "This replica", labels=["replica"])
+        replica.add_metric([str(statistics["replication"]["replica"])], 1)
         yield replica
         for name, (metric, text) in _TOTALS.items():
             yield CounterMetricFamily(metric, text, value=counters[name])

@@ -25,9 +25,14 @@ def follow_parent(stdin: int) -> None:
         with contextlib.suppress(OSError):
             while os.read(stdin, 1):
                 continue
-        os.kill(os.getpid(), signal.SIGTERM)
-        timer = threading.Timer(AFTER_PARENT_S, os._exit, [1])
-        timer.daemon = True
-        timer.start()
+        end_without_parent()
 
     threading.Thread(target=watch, name="metamq-parent", daemon=True).start()
+
+
+def end_without_parent() -> None:
+    """Ends this process gracefully, or by force after AFTER_PARENT_S. Any thread."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    timer = threading.Timer(AFTER_PARENT_S, os._exit, [1])
+    timer.daemon = True
+    timer.start()

@@ -20,7 +20,6 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -40,9 +39,11 @@ from metamq.broker.front_door.limits.admission import LINGERING_MAX, SLOTS_KEPT
 from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.log.disk.files import SHORTAGES, FileCache
 from metamq.broker.log_once import LogOnce
-from metamq.broker.process.http import StatusServer, guard_of
+from metamq.broker.process.descriptors import raised_open_files_limit, shares
+from metamq.broker.process.http import StatusServer
 from metamq.broker.process.listener import bind
 from metamq.broker.process.metrics import Histogram, SyncTimes
+from metamq.broker.process.pages import BrokerPages, guard_of
 from metamq.broker.process.parts import make_parts
 from metamq.broker.process.users import KnownUsers
 from metamq.broker.roles.decide_role import RoleKind
@@ -82,17 +83,17 @@ STALL_S = 30.0
 """Seconds between two checks for stalled connections. A connection is closed after one to two of them."""
 COLLECTED_AFTER = 20_000
 """New objects per run of the garbage collector over young objects. Python's default of 700 is a few requests."""
-OPEN_FILES_LEAST = 128
-OPEN_FILES_MOST = 1 << 16
-OPENED_ELSEWHERE = 64
-"""Descriptors for other uses than cached log files and clients: flushes, folders, ZooKeeper, the loop."""
 
 
 class Broker:
     """One broker process. Its owner calls start(), wait() until it must end, then stop()."""
 
-    def __init__(self, config: BrokerConfig, access: ClusterAccess) -> None:
+    def __init__(
+        self, config: BrokerConfig, access: ClusterAccess, publish: Callable[[BrokerPages], None] = lambda _: None
+    ) -> None:
+        """`publish` gets the pages of the broker before it is ready."""
         self.config = config
+        self._publish = publish
         self.failure: MetamqError | None = None
         self._access = access
         self._ended = asyncio.Event()
@@ -105,11 +106,12 @@ class Broker:
     async def start(self) -> None:
         """Starts the broker, see the module. Raises ConfigError, ConnectError, CorruptData, StorageError."""
         config = self.config
+        self.loop = asyncio.get_running_loop()
         self._folder = await self._opened_folder()
         try:
             self._listener = bind(config, is_secure=self._access.security.is_on)
             self.port = self._listener.getsockname()[1]
-            limit = _raised_open_files_limit()
+            limit = raised_open_files_limit()
             open_files, connections = shares(limit, config.open_files_max)
             connections_max = min(config.connections_max, max(1, connections - SLOTS_KEPT - LINGERING_MAX))
             self._sync_times = SyncTimes()
@@ -134,7 +136,10 @@ class Broker:
             await self._until_answered(self._users.read)
             self._make_parts(connections_max)
             guard = guard_of(config, self._security, self._users, self._audit)
-            self._status = StatusServer(self, guard) if config.http_port >= 0 else None
+            pages = BrokerPages(self, guard)
+            self._publish(pages)
+            tls = guard.tls if guard is not None else None
+            self._status = StatusServer(config, pages.respond, tls) if config.http_port >= 0 else None
             await self._until_answered(self._parts.keeper.begin)
         except BaseException:
             await self._abandon()
@@ -187,8 +192,7 @@ class Broker:
             failed=self.fail,
         )
         self._memory, self._answers, self._connections = parts.door.requests, parts.door.answers, parts.door.connections
-        loop = asyncio.get_running_loop()
-        self._acceptor = Acceptor(self._listener, lambda: BrokerProtocol(parts.door, loop), self._security)
+        self._acceptor = Acceptor(self._listener, lambda: BrokerProtocol(parts.door, self.loop), self._security)
 
     @property
     def host(self) -> str:
@@ -502,6 +506,12 @@ class Broker:
             return False, "; ".join(str(error) for error in broken)
         return True, f"epoch {self.epoch}, {count(len(self._topics.counts()), 'topic')}"
 
+    async def is_in_sync(self) -> bool:
+        """Returns True if this replica is in the in-sync set, or is a learner. Raises MetamqError."""
+        stored = await read_state(self._session, self.config.id)
+        member = (self._folder.replica, self._folder.incarnation)
+        return self.config.learner or (stored is not None and member in stored[0].insync)
+
     def statistics(self) -> dict[str, object]:
         """Returns the fields of an answer to STATS, and further figures for metrics. Any thread."""
         return {
@@ -521,39 +531,14 @@ class Broker:
         return self._sync_times.snapshot()
 
 
-def shares(limit: int, open_files_max: int) -> tuple[int, int]:
-    """Splits the process's limit on open files; returns the shares of log files and of connections.
-
-    Raises ConfigError if the limit is too low.
-    """
-    if limit < OPEN_FILES_LEAST:
-        raise ConfigError(
-            f"the limit on open files is {limit}, a broker needs at least {OPEN_FILES_LEAST}",
-            hint="Raise it: `ulimit -n`, LimitNOFILE= of systemd, `ulimits` of Compose.",
-        )
-    files = open_files_max or (limit - OPENED_ELSEWHERE) // 2
-    return files, max(1, limit - files - OPENED_ELSEWHERE)
-
-
-def _raised_open_files_limit() -> int:
-    """Raises the process's limit on open files as far as possible, and returns it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-    return min(soft, OPEN_FILES_MOST)
-
-
-async def serve(config: BrokerConfig, access: ClusterAccess, *, ready: Callable[[Broker], None]) -> int:
+async def serve(broker: Broker, ready: Callable[[Broker], None]) -> int:
     """Runs a broker until SIGTERM, SIGINT or SIGHUP; `ready` is called once it serves. Returns the exit status."""
-    broker = Broker(config, access)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` sets SIG_IGN
             loop.add_signal_handler(number, broker.end)
     if not await _started(broker):
-        log.info("broker %d was stopped before it was up", config.id)
+        log.info("broker %d was stopped before it was up", broker.config.id)
         return 0
     ready(broker)
     await broker.wait()
@@ -577,12 +562,21 @@ async def _started(broker: Broker) -> bool:
         end.cancel()
 
 
-def run_broker(config: BrokerConfig, access: ClusterAccess, *, ready: Callable[[Broker], None] = lambda _: None) -> int:
-    """Runs a broker until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises the errors of Broker.start()."""
+def run_broker(
+    config: BrokerConfig,
+    access: ClusterAccess,
+    *,
+    ready: Callable[[Broker], None] = lambda _: None,
+    publish: Callable[[BrokerPages], None] = lambda _: None,
+) -> int:
+    """Runs a broker until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises the errors of Broker.start().
+
+    `publish` gets the pages of the broker before it serves.
+    """
     restrict_process()
     gc.freeze()  # modules and classes never become garbage
     gc.set_threshold(COLLECTED_AFTER, *gc.get_threshold()[1:])
-    work = serve(config, access, ready=ready)
+    work = serve(Broker(config, access, publish), ready)
     if sys.platform == "win32":
         return asyncio.run(work)
     import uvloop

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,8 @@ from metamq.zk.server.jars import find_jars
 
 if TYPE_CHECKING:
     from metamq.broker.process.server import Broker
+    from metamq.broker.workers.supervisor import Supervisor
+    from metamq.client.settings import ClusterAccess
     from metamq.zk.server.ensemble import Ensemble
 
 POLL_S = 0.2
@@ -39,8 +43,12 @@ SECONDS = Parsed("time", lambda text: parse_ms(text) / 1000)
 FOLDER = Parsed("folder", str)
 FILE = Parsed("file", str)
 
+_AS_WORKER = "--as-worker"
+"""The option of the supervisor's own processes."""
 _SETTINGS = (
     ("--id", "id", int, "Broker id, unique in a cluster.  [0]"),
+    ("--processes", "processes", int,
+     "Run this many brokers, with this id and the following ones, each in a process of its own.  [1]"),
     ("--replica", "replica", int, "Number of this replica of the broker id; 0 is the first master.  [0]"),
     ("--learner", "learner", bool, "Run a learner: a slave that never counts as in sync."),
     ("--host", "host", str, "Address to listen on.  [127.0.0.1]"),
@@ -120,12 +128,18 @@ def _settings(function: Callable[..., int]) -> Callable[..., int]:
     help="Log lines as text, or each as a JSON object.",
 )
 @click.option("--with-parent", is_flag=True, hidden=True)
+@click.option(_AS_WORKER, "as_worker", is_flag=True, hidden=True)
 @click.pass_context
-def broker(context: click.Context, /, with_parent: bool, output: str, log_format: str, **settings: Any) -> int:
+def broker(
+    context: click.Context, /, with_parent: bool, as_worker: bool, output: str, log_format: str, **settings: Any
+) -> int:
     """Run a broker in the foreground. SIGTERM or Ctrl-C stops it: it finishes its requests, then flushes all logs.
 
     Each setting can also be in [broker] of the TOML file, or in a METAMQ_BROKER_... variable. With -o json the broker
     prints one line with its address when it serves.
+
+    A broker uses one core. With --processes 4 the command runs four brokers, whose ids, ports and folders are of their
+    own, and starts a broker again if it ends. SIGUSR1 restarts them one after the other. The status port serves all.
 
     \b
     metamq broker --data /var/lib/metamq --zookeeper zk1:2181,zk2:2181
@@ -135,31 +149,78 @@ def broker(context: click.Context, /, with_parent: bool, output: str, log_format
     \b
     metamq broker --host 0.0.0.0 --advertise broker-0.example.org
     metamq broker --config /etc/metamq/broker.toml
+    metamq broker --id 0 --processes 4 --data /var/lib/metamq
     """  # fmt: skip
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return 0
+    if as_worker:
+        return _run_worker(log_format)
     current().log(logging.INFO)
-    from metamq.broker.process.server import run_broker
-
     try:
         config = load(BrokerConfig, "broker", file=current().settings_file(implicit=False), arguments=settings)
         access = current().access(implicit=False)
     except ConfigError as error:
         raise _by_option(error, settings) from None
     if log_format == "json":
-        log_as_json(broker=config.id, replica=config.replica)
+        log_as_json(**({} if config.processes > 1 else {"broker": config.id}), replica=config.replica)
     if with_parent:
         follow_parent(sys.stdin.fileno())
+    if config.processes > 1:
+        return _run_workers(config, access, output, log_format)
+    from metamq.broker.process.server import run_broker
+
+    return run_broker(config, access, ready=partial(_say_ready, output))
+
+
+def _say_ready(output: str, running: Broker) -> None:
+    if output == "json":
+        address = {"host": running.host, "port": running.port, "http_port": running.http_port}
+        print_json_line({"broker_id": running.config.id, **address})
+    else:
+        say(f"{running.name.capitalize()} serves at {running.host}:{running.port}. Ctrl-C stops it.")
+
+
+def _run_workers(config: BrokerConfig, access: ClusterAccess, output: str, log_format: str) -> int:
+    """Runs the supervisor of several brokers. Raises as it does."""
+    from metamq.broker.workers.supervisor import run_workers
+
+    more = ["--debug"] if current().debug else ["--verbose"] * current().verbose
+    command = [sys.executable, "-P", "-m", "metamq.cli", "broker", _AS_WORKER, f"--log-format={log_format}", *more]
+    return run_workers(config, access, command, ready=partial(_say_all_ready, output))
+
+
+def _say_all_ready(output: str, running: Supervisor) -> None:
+    if output == "json":
+        brokers = [{"broker_id": one.state.broker_id, "host": one.host, "port": one.port} for one in running.workers]
+        print_json_line({"brokers": brokers, "http_port": running.http_port})
+        return
+    for worker in running.workers:
+        say(f"{worker.name.capitalize()} serves at {worker.host}:{worker.port}.")
+    where = f" The status port is {running.http_port}." if running.http_port >= 0 else ""
+    say(f"All {len(running.workers)} brokers serve.{where} Ctrl-C stops them.")
+
+
+def _run_worker(log_format: str) -> int:
+    """Runs a broker for the supervisor: all settings come from variables, and it reports on standard output."""
+    from metamq.broker.process.channel import ChildEnd
+    from metamq.broker.process.server import run_broker
+    from metamq.broker.workers.worker import READY, REFUSED
+
+    channel = ChildEnd(sys.stdin.fileno())
+    config = load(BrokerConfig, "broker", file=os.devnull, arguments={})
+    current().log(logging.INFO, f"broker {config.id}")
+    if log_format == "json":
+        log_as_json(broker=config.id, replica=config.replica)
 
     def ready(running: Broker) -> None:
-        if output == "json":
-            address = {"host": running.host, "port": running.port, "http_port": running.http_port}
-            print_json_line({"broker_id": config.id, **address})
-        else:
-            say(f"{running.name.capitalize()} serves at {running.host}:{running.port}. Ctrl-C stops it.")
+        print_json_line({READY: {"name": running.name, "host": running.host, "port": running.port}})
 
-    return run_broker(config, access, ready=ready)
+    try:
+        return run_broker(config, current().access(implicit=False), ready=ready, publish=channel.publish)
+    except ConfigError as error:
+        print_json_line({REFUSED: [error.problem, error.hint]})
+        return 1
 
 
 def _refuse_options(context: click.Context) -> None:

@@ -103,7 +103,7 @@ def up(
     port than 2181. With -o json it prints all addresses on one line. If a replica is killed, the command reports it,
     and the others continue. If it was the master, a slave takes over by itself. Slaves have the next free ports. The
     broker's settings come from [broker] of the TOML file and from METAMQ_BROKER_... variables, except its id, replica
-    number, address, ports and data folder.
+    number, address, ports, data folder and processes.
 
     With --secure, ZooKeeper and the broker speak only TLS. The command prints `export` lines with the certificate
     that clients use. A folder that was secure once stays secure. The console then asks for the name and password of

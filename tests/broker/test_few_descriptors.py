@@ -14,7 +14,7 @@ import pytest
 
 from metamq import Admin, Producer
 from metamq.broker.front_door.limits.admission import SLOTS_KEPT
-from metamq.broker.process.server import OPEN_FILES_LEAST, shares
+from metamq.broker.process.descriptors import OPEN_FILES_LEAST, shares
 from metamq.errors import ConfigError, MetamqError
 from metamq.testing import BrokerProcess, Cluster
 from metamq.zk.cluster.topics import Flush, FlushEvery, TopicConfig

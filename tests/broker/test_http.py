@@ -14,6 +14,7 @@ import pytest
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.http import StatusServer, _Server
+from metamq.broker.process.pages import BrokerPages
 from metamq.broker.process.server import Broker
 from tests.parts import http_get
 
@@ -33,6 +34,10 @@ class Told:
         return {"epoch": 1, "connections": 0, "topics": {}, "partitions": []}
 
 
+def serving(told: Told) -> StatusServer:
+    return StatusServer(told.config, BrokerPages(cast(Broker, told)).respond)
+
+
 @contextmanager
 def at_most(limit_s: float) -> Iterator[None]:
     began = time.monotonic()
@@ -43,7 +48,7 @@ def at_most(limit_s: float) -> Iterator[None]:
 def test_it_stops_at_once() -> None:
     took_s = []
     for _ in range(8):
-        server = StatusServer(cast(Broker, Told()))
+        server = serving(Told())
         assert http_get(server.port, "/readyz") == (200, "ready\n")
         began = time.monotonic()
         server.close()
@@ -57,7 +62,7 @@ def test_it_may_have_an_address_of_its_own() -> None:
     class Public(Told):
         config = BrokerConfig(host="0.0.0.0", http_host="127.0.0.2", http_port=0)
 
-    server = StatusServer(cast(Broker, Public()))
+    server = serving(Public())
     try:
         assert server._server.server_address[0] == "127.0.0.2"
         with pytest.raises(ConnectionRefusedError):
@@ -86,7 +91,7 @@ def test_it_does_not_pause_when_its_thread_sees_the_closed_socket_first(monkeypa
 
     monkeypatch.setattr(_Server, "get_request", get_request)
     monkeypatch.setattr(_Server, "shutdown", shutdown)
-    StatusServer(cast(Broker, Told())).close()
+    serving(Told()).close()
     assert not paused.is_set()
 
 
@@ -94,7 +99,7 @@ def test_a_client_that_says_nothing_keeps_nobody_waiting(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("metamq.broker.process.http._QuietHandler.timeout", 600)
-    server = StatusServer(cast(Broker, Told()))
+    server = serving(Told())
     with closing(socket.create_connection(("127.0.0.1", server.port))):
         assert http_get(server.port, "/healthz") == (200, "fine\n")  # within a time-out that is shorter
         with at_most(60):

@@ -6,20 +6,18 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import cast
 
 import pytest
 
 from metamq.broker.process import http
 from metamq.broker.process.http import CONNECTIONS_MAX, HEAD_BYTES_MAX, StatusServer
-from metamq.broker.process.server import Broker
-from tests.broker.test_http import Told
+from tests.broker.test_http import Told, serving
 from tests.parts import http_get, wait_until
 
 
 @pytest.fixture
 def server() -> Iterator[StatusServer]:
-    made = StatusServer(cast(Broker, Told()))
+    made = serving(Told())
     yield made
     made.close()
 

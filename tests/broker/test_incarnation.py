@@ -59,7 +59,7 @@ def incarnations(parts: Cluster, broker: BrokerProcess) -> set[int]:
             node = await session.get(session.paths.master(broker.broker_id))
             return {incarnation, json.loads(node.data)["incarnation"]}
 
-    (line,) = [line for line in metrics.splitlines() if line.startswith("metamq_broker_incarnation ")]
+    (line,) = [line for line in metrics.splitlines() if line.startswith("metamq_broker_incarnation{")]
     stored = json.loads((broker.data / "meta.json").read_text())["incarnation"]
     return {found["incarnation"], stored, int(float(line.split()[1]))} | until_answered(
         lambda: asyncio.run(registered())

@@ -270,8 +270,8 @@ def test_replicas_in_sync_are_counted_for_a_broker_id_over_a_failover(tmp_path: 
     """The master is lost, and its slave takes over: one replica is in sync."""
 
     def replica(name: str, number: int, insync: int | None) -> Series:
-        labels = f'instance="{name}", job="metamq"'
-        info = f'metamq_replica_info{{broker="0", {labels}, replica="{number}"}}'
+        labels = f'broker="0", instance="{name}", job="metamq"'
+        info = f'metamq_replica_info{{{labels}, replica="{number}"}}'
         return {info: 1.0, **({} if insync is None else {f"metamq_replication_insync_replicas{{{labels}}}": insync})}
 
     before = {**replica("b-0", 0, 2), **replica("b-1", 1, None)}

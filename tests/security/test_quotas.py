@@ -309,7 +309,7 @@ def test_large_frames_that_wait_take_no_memory(
         receipts = [producer.send(name, b"x" * 900_000) for producer in producers]
         wait_until(lambda: figures(secure, name).get("metamq_broker_delays_total", 0) >= 5, what="waits")
         lines = http_get(secure.broker.http_port, "/metrics")[1].splitlines()
-        (used,) = (float(line.split()[1]) for line in lines if line.startswith("metamq_broker_request_bytes "))
+        (used,) = (float(line.split()[1]) for line in lines if line.startswith("metamq_broker_request_bytes{"))
         assert used < 2 * 900_000
         with secure.admin() as admin:
             admin.remove_quota(name)

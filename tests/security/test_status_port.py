@@ -13,7 +13,7 @@ import pytest
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.front_door.audit import Audit
-from metamq.broker.process.http import guard_of
+from metamq.broker.process.pages import guard_of
 from metamq.broker.process.users import KnownUsers
 from metamq.errors import ConfigError
 from metamq.security.certificates import Authority

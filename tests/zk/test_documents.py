@@ -107,6 +107,7 @@ READS_FILES = {
     "broker/data/folder_report.py",
     "broker/data/restore.py",
     "broker/data/topic_settings.py",
+    "broker/workers/worker.py",
     "cli/up_console.py",
     "cli/up_replicas.py",
     "cli/demo/spark.py",

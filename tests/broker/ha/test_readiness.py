@@ -27,7 +27,7 @@ def is_ready(broker: BrokerProcess) -> bool:
     """As /readyz and the metric say, which have to agree."""
     while True:
         before = readiness(broker)[0]
-        metric = "metamq_broker_ready 1.0" in http_get(broker.http_port, "/metrics")[1].splitlines()
+        metric = 'metamq_broker_ready{broker="0"} 1.0' in http_get(broker.http_port, "/metrics")[1].splitlines()
         if before == readiness(broker)[0]:
             assert metric == (before == 200)
             return metric
