@@ -267,11 +267,13 @@ class DataFolder:
         """The topics that have a folder here, ordered by name. Raises StorageError."""
         found = []
         try:
-            for path in sorted((self.path / "topics").iterdir()):
-                match = _TOPIC_FOLDER.fullmatch(path.name)
-                if match is not None and not path.name.startswith(".") and path.is_dir():
-                    partitions = sorted(int(p.name) for p in path.iterdir() if p.name.isdecimal())
-                    found.append(TopicFolder(match[1], match[2], path, tuple(partitions)))
+            with os.scandir(self.path / "topics") as entries:
+                there = sorted((entry.name, entry.path) for entry in entries if entry.is_dir())
+            for name, path in there:
+                match = _TOPIC_FOLDER.fullmatch(name)
+                if match is not None and not name.startswith("."):
+                    partitions = sorted(int(index) for index in os.listdir(path) if index.isdecimal())
+                    found.append(TopicFolder(match[1], match[2], Path(path), tuple(partitions)))
         except OSError as error:
             raise _failure(self.path / "topics", "listing it", error) from error
         return found

@@ -263,9 +263,8 @@ class Topics:
                     unreadable[topic] = error
         self._unreadable = unreadable
         wanted = {(config.topic, config.id) for config in self._configs.values()}
-        wanted |= {(folder.topic, folder.topic_id) for folder in self._folder.topics() if folder.topic in unreadable}
         for folder in self._folder.topics():
-            if (folder.topic, folder.topic_id) not in wanted:
+            if (folder.topic, folder.topic_id) not in wanted and folder.topic not in unreadable:
                 if folder[:2] not in self._removed:
                     log.warning("ZooKeeper has no topic %s with id %s: %s will be removed", *folder[:3])
                 self._removed.add(folder[:2])
