@@ -2,7 +2,8 @@
 
     ./dev bench                 all parts, about fifteen minutes
     ./dev bench --quick         one round, for a first look
-    ./dev bench --only latency  a part: throughput, latency, lifecycle, rebalance, replication, transactions, spark
+    ./dev bench --only latency  a part: throughput, latency, lifecycle, partitions, rebalance, replication,
+                                transactions, spark
     ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; others of this kind are
                                 rolling and security
 
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import latency
 import lifecycle
+import partitions
 import raw
 import replication
 import throughput
@@ -39,7 +41,7 @@ import transactions
 from settle import gives_memory_back
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "spark")
+PARTS = ("throughput", "latency", "lifecycle", "partitions", "rebalance", "replication", "transactions", "spark")
 LONG_PARTS = ("failover", "rolling", "security")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
@@ -107,6 +109,11 @@ def run_latency(rounds: int) -> dict[str, Any]:
 def run_lifecycle(rounds: int) -> dict[str, Any]:
     """Measures start-up, recovery and memory."""
     return {"by_log_size": lifecycle.against_size(say), "many_partitions": lifecycle.many_partitions(say)}
+
+
+def run_partitions(rounds: int) -> dict[str, Any]:
+    """Measures the cost of many partitions and of many topics."""
+    return partitions.measure(rounds, say)
 
 
 def run_rebalance(rounds: int) -> dict[str, Any]:
@@ -191,6 +198,17 @@ class Targets:
         many = measured["many_partitions"]
         self.at_most("broker with 1,000 partitions, MB", max(many["used_mb"], many["restarted_mb"]), 120)
         self.at_most("its restart after a clean stop, s", many["restart_after_clean_stop_s"], 3.0)
+
+    def partitions(self, measured: dict[str, Any]) -> None:
+        most, topics = measured["by_count"][-1], measured["topics"]
+        what = f"{most['partitions']:,} partitions"
+        self.at_most(f"creation of {what}, s", most["created"]["s"], 10)
+        self.at_most(f"start with {what}, s", most["clean"]["s"], 3)
+        self.at_most(f"start with {what} after kill -9, s", most["killed"]["s"], 3)
+        self.at_most(f"stop with {what}, s", most["stop_s"], 5)
+        self.at_most(f"broker with {what}, MB", most["mb"], 100)
+        self.at_most(f"one more topic beside {topics['topics']:,}, s", topics["one_more"]["s"], 0.2)
+        self.at_most(f"doctor with {topics['topics']:,} topics, s", topics["doctor_s"], 3)
 
     def rebalance(self, measured: dict[str, Any]) -> None:
         for event in ("join", "leave", "kill"):
@@ -286,6 +304,7 @@ def main() -> int:
         "throughput": run_throughput,
         "latency": run_latency,
         "lifecycle": run_lifecycle,
+        "partitions": run_partitions,
         "rebalance": run_rebalance,
         "replication": run_replication,
         "transactions": run_transactions,

@@ -44,6 +44,7 @@ from metamq.broker.data.folder_lock import FolderLock, mark_of
 from metamq.broker.data.made_partitions import MadePartitions
 from metamq.broker.log.disk import flushed
 from metamq.broker.log.disk.files import FileCache, shortage
+from metamq.broker.log.disk.whole_disk import sync_disk_of
 from metamq.broker.log.fresh import set_aside
 from metamq.errors import ConfigError, DiskFull, StorageError
 from metamq.private_files import make_folder, opener, too_open
@@ -305,6 +306,8 @@ class DataFolder:
                 for index in topic.partitions
                 if (mark := self._mark(topic.path.name, index)) is not None
             }
+            if found.keys() - made_partitions.recorded(self.path).keys():  # a process that made logs was killed
+                sync_disk_of(self.path)
             self._made = MadePartitions(self.path, found, is_copy=self.is_copy)
             _sync(self.path)
         except OSError as error:
@@ -326,6 +329,10 @@ class DataFolder:
             elif made not in ("", mark):
                 found[index] = REPLACED
         return found
+
+    def is_made(self, topic: str, topic_id: str, index: int) -> bool:
+        """True if this partition was made here. Any thread."""
+        return self._made.mark(f"{topic}@{topic_id}/{index}") is not None
 
     def _mark(self, topic_folder: str, index: int) -> str | None:
         """The mark of a partition's file `flushed`; None if there is no such file. Raises StorageError."""
@@ -401,6 +408,13 @@ class DataFolder:
             _sync(folder)
         except OSError as error:
             raise _failure(folder, "making partitions", error) from error
+
+    def sync_disk(self, files: FileCache) -> None:
+        """Makes everything durable that was written to the folder's disk. Raises StorageError."""
+        try:
+            files.sync_disk_of(str(self.path))
+        except OSError as error:
+            raise _failure(self.path, "the last fsync", error) from error
 
     def free_bytes(self) -> int:
         """Bytes that this process may still write to the folder's disk. Raises StorageError."""

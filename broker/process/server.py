@@ -39,6 +39,7 @@ from metamq.broker.front_door.audit import Audit
 from metamq.broker.front_door.limits.admission import LINGERING_MAX, SLOTS_KEPT
 from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.log.disk.files import SHORTAGES, FileCache
+from metamq.broker.log.disk.whole_disk import SYNC_DISK
 from metamq.broker.log_once import LogOnce
 from metamq.broker.process.http import StatusServer, guard_of
 from metamq.broker.process.listener import bind
@@ -111,7 +112,7 @@ class Broker:
             open_files, connections = shares(limit, config.open_files_max)
             connections_max = min(config.connections_max, max(1, connections - SLOTS_KEPT - LINGERING_MAX))
             self._sync_times = SyncTimes()
-            self._files = FileCache(open_files, sync=self._sync_times.timed(os.fsync))
+            self._files = FileCache(open_files, sync=self._sync_times.timed(os.fsync), sync_disk=SYNC_DISK)
             self._security = broker_security(self._access.security)
             self._session = await Session.open(
                 self._access.zookeeper,
