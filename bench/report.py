@@ -4,7 +4,7 @@ python bench/report.py [bench/results/latest.json]
 
 The figures of long parts come from files of their own:
 `./dev bench --only failover --output bench/results/failover.json`, and the same for rolling, security and disk. So do
-those of scan and console, while the result file lacks them.
+those of partitions, scan and console, while the result file lacks them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SIDES = ("broker", "client")
-OWN_FILES = ("scan", "console", "failover", "rolling", "security", "disk")
+OWN_FILES = ("partitions", "scan", "console", "failover", "rolling", "security", "disk")
 WAYS = ("send", "send_many", "iteration", "batches", "batches, values", "batches, arrow", "listener")
 
 INTRODUCTION = """# Performance
@@ -97,6 +97,28 @@ def _lifecycle(results: dict[str, Any]) -> list[str]:
         f"A broker with {many['partitions']:,} partitions, each with data, takes {many['used_mb']:.0f} MB "
         f"({many['empty_mb']:.0f} MB without them, {many['kb_per_partition']:.1f} kB per partition), and is up "
         f"{many['restart_after_clean_stop_s']:.2f} s after a clean stop.",
+    ]
+    return lines
+
+
+def _partitions(results: dict[str, Any]) -> list[str]:
+    lines = ["", "## Many partitions and topics", ""]
+    lines.append(
+        "Seconds, and in brackets seconds of a processor of the broker. Each partition has messages. Each row is one "
+        "run; the figure of one more topic is a median."
+    )
+    lines.append(f"The load of the machine was {results['load']:.1f}: other work ran beside it.")
+    lines += ["", "| partitions | creation | start | start after kill -9 | stop | MB |", "|---|---|---|---|---|---|"]
+    for row in results["by_count"]:
+        cells = [f"{row[one]['s']:.1f} ({row[one]['cpu_s']:.1f})" for one in ("created", "clean", "killed")]
+        lines.append(f"| {row['partitions']:,} | {' | '.join(cells)} | {row['stop_s']:.1f} | {row['mb']:.0f} |")
+    topics = results["topics"]
+    more, clean = topics["one_more"], topics["clean"]
+    lines += [
+        "",
+        f"With {topics['topics']:,} topics of one partition, one more takes {more['s']:.2f} s ({more['cpu_s']:.2f}), "
+        f"the broker starts in {clean['s']:.1f} s ({clean['cpu_s']:.1f}), and `metamq doctor` takes "
+        f"{topics['doctor_s']:.1f} s.",
     ]
     return lines
 
@@ -424,6 +446,7 @@ def main() -> None:
         ("throughput", _throughput),
         ("latency", _latency),
         ("lifecycle", _lifecycle),
+        ("partitions", _partitions),
         ("rebalance", _rebalance),
         ("replication", _replication),
         ("transactions", _transactions),

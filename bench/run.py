@@ -2,8 +2,8 @@
 
     ./dev bench                 all parts, but for the long ones
     ./dev bench --quick         one round, for a first look
-    ./dev bench --only latency  a part: throughput, latency, lifecycle, rebalance, replication, transactions, scan,
-                                console, spark
+    ./dev bench --only latency  a part: throughput, latency, lifecycle, partitions, rebalance, replication,
+                                transactions, scan, console, spark
     ./dev bench --only scan --gigabytes 10
                                 the memory of a scan, with a topic of this size; it needs as much disk space
     ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; others of this kind are
@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import latency
 import lifecycle
+import partitions
 import raw
 import replication
 import scan
@@ -44,7 +45,10 @@ import transactions
 from settle import gives_memory_back
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "scan", "console", "spark")
+PARTS = (
+    "throughput", "latency", "lifecycle", "partitions", "rebalance", "replication", "transactions", "scan", "console",
+    "spark",
+)  # fmt: skip
 LONG_PARTS = ("failover", "rolling", "security", "disk", "cores")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
@@ -112,6 +116,11 @@ def run_latency(rounds: int) -> dict[str, Any]:
 def run_lifecycle(rounds: int) -> dict[str, Any]:
     """Measures start-up, recovery and memory."""
     return {"by_log_size": lifecycle.against_size(say), "many_partitions": lifecycle.many_partitions(say)}
+
+
+def run_partitions(rounds: int) -> dict[str, Any]:
+    """Measures the cost of many partitions and of many topics."""
+    return partitions.measure(rounds, say)
 
 
 def run_rebalance(rounds: int) -> dict[str, Any]:
@@ -222,6 +231,17 @@ class Targets:
         many = measured["many_partitions"]
         self.at_most("broker with 1,000 partitions, MB", max(many["used_mb"], many["restarted_mb"]), 120)
         self.at_most("its restart after a clean stop, s", many["restart_after_clean_stop_s"], 3.0)
+
+    def partitions(self, measured: dict[str, Any]) -> None:
+        most, topics = measured["by_count"][-1], measured["topics"]
+        what = f"{most['partitions']:,} partitions"
+        self.at_most(f"creation of {what}, s", most["created"]["s"], 10)
+        self.at_most(f"start with {what}, s", most["clean"]["s"], 3)
+        self.at_most(f"start with {what} after kill -9, s", most["killed"]["s"], 3)
+        self.at_most(f"stop with {what}, s", most["stop_s"], 5)
+        self.at_most(f"broker with {what}, MB", most["mb"], 100)
+        self.at_most(f"one more topic beside {topics['topics']:,}, s", topics["one_more"]["s"], 0.2)
+        self.at_most(f"doctor with {topics['topics']:,} topics, s", topics["doctor_s"], 3)
 
     def rebalance(self, measured: dict[str, Any]) -> None:
         for event in ("join", "leave", "kill"):
@@ -341,6 +361,7 @@ def main() -> int:
         "throughput": run_throughput,
         "latency": run_latency,
         "lifecycle": run_lifecycle,
+        "partitions": run_partitions,
         "rebalance": run_rebalance,
         "replication": run_replication,
         "transactions": run_transactions,

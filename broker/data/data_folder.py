@@ -45,6 +45,7 @@ from metamq.broker.data.folder_lock import FolderLock, mark_of
 from metamq.broker.data.made_partitions import MadePartitions
 from metamq.broker.log.disk import flushed
 from metamq.broker.log.disk.files import FileCache, shortage
+from metamq.broker.log.disk.whole_disk import sync_disk_of
 from metamq.broker.log.fresh import set_aside
 from metamq.errors import ConfigError, DiskFull, StorageError
 from metamq.private_files import make_folder, opener, too_open
@@ -271,11 +272,13 @@ class DataFolder:
         """The topics that have a folder here, ordered by name. Raises StorageError."""
         found = []
         try:
-            for path in sorted((self.path / "topics").iterdir()):
-                match = _TOPIC_FOLDER.fullmatch(path.name)
-                if match is not None and not path.name.startswith(".") and path.is_dir():
-                    partitions = sorted(int(p.name) for p in path.iterdir() if p.name.isdecimal())
-                    found.append(TopicFolder(match[1], match[2], path, tuple(partitions)))
+            with os.scandir(self.path / "topics") as entries:
+                there = sorted((entry.name, entry.path) for entry in entries if entry.is_dir())
+            for name, path in there:
+                match = _TOPIC_FOLDER.fullmatch(name)
+                if match is not None and not name.startswith("."):
+                    partitions = sorted(int(index) for index in os.listdir(path) if index.isdecimal())
+                    found.append(TopicFolder(match[1], match[2], Path(path), tuple(partitions)))
         except OSError as error:
             raise _failure(self.path / "topics", "listing it", error) from error
         return found
@@ -307,6 +310,8 @@ class DataFolder:
                 for index in topic.partitions
                 if (mark := self._mark(topic.path.name, index)) is not None
             }
+            if found.keys() - made_partitions.recorded(self.path).keys():  # a process that made logs was killed
+                sync_disk_of(self.path)
             self._made = MadePartitions(self.path, found, is_copy=self.is_copy)
             _sync(self.path)
         except OSError as error:
@@ -328,6 +333,10 @@ class DataFolder:
             elif made not in ("", mark):
                 found[index] = REPLACED
         return found
+
+    def is_made(self, topic: str, topic_id: str, index: int) -> bool:
+        """True if this partition was made here. Any thread."""
+        return self._made.mark(f"{topic}@{topic_id}/{index}") is not None
 
     def _mark(self, topic_folder: str, index: int) -> str | None:
         """The mark of a partition's file `flushed`; None if there is no such file. Raises StorageError."""
@@ -403,6 +412,13 @@ class DataFolder:
             _sync(folder)
         except OSError as error:
             raise _failure(folder, "making partitions", error) from error
+
+    def sync_disk(self, files: FileCache) -> None:
+        """Makes everything durable that was written to the folder's disk. Raises StorageError."""
+        try:
+            files.sync_disk_of(str(self.path))
+        except OSError as error:
+            raise _failure(self.path, "the last fsync", error) from error
 
     def free_bytes(self) -> int:
         """Bytes that this process may still write to the folder's disk. Raises StorageError."""

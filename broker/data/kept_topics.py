@@ -12,21 +12,21 @@ from metamq.broker.data import topic_settings
 from metamq.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-    from metamq.broker.data.data_folder import DataFolder
+    from metamq.broker.data.data_folder import TopicFolder
     from metamq.errors import MetamqError
     from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.nodes import Listing
 
 
 def kept_topics(
-    broker_id: int, folder: DataFolder, configs: Mapping[str, TopicConfig], listing: Listing
+    broker_id: int, folders: Iterable[TopicFolder], configs: Mapping[str, TopicConfig], listing: Listing
 ) -> dict[str, MetamqError]:
     """Returns the topics in the folder that ZooKeeper has forgotten, with the reason: they were not deleted, but it
     does not list them, or none of their partitions here. `configs` are those of the listed topics that can be read."""
     kept: dict[str, MetamqError] = {}
-    for topic, topic_id, path, _partitions in folder.topics():
+    for topic, topic_id, path, _partitions in folders:
         config = configs.get(topic)
         if config is not None and config.id == topic_id:
             if not config.partitions.get(broker_id):  # a running broker never loses its partitions
@@ -39,11 +39,11 @@ def kept_topics(
 
 
 def unserved_partitions(
-    broker_id: int, folder: DataFolder, configs: Mapping[str, TopicConfig]
+    broker_id: int, folders: Iterable[TopicFolder], configs: Mapping[str, TopicConfig]
 ) -> dict[str, MetamqError]:
     """Returns the topics that have more partitions in the folder than ZooKeeper lists here, with the reason."""
     found: dict[str, MetamqError] = {}
-    for topic, topic_id, _path, partitions in folder.topics():
+    for topic, topic_id, _path, partitions in folders:
         config = configs.get(topic)
         listed = config.partitions.get(broker_id, 0) if config is not None and config.id == topic_id else 0
         if listed and (beyond := [index for index in partitions if index >= listed]):

@@ -284,12 +284,15 @@ class Partition:
         if self.flushed_listener is not None:
             self.flushed_listener(self)
 
-    def close(self, error: MetamqError, *, clean: bool = True) -> None:
-        """Ends every wait with `error` and closes the log. It has the waiting appends, but their outcome is unknown."""
+    def close(self, error: MetamqError, *, clean: bool = True, synced_later: bool = False) -> None:
+        """Ends every wait with `error` and closes the log. It has the waiting appends, but their outcome is unknown.
+
+        `synced_later` is that of PartitionLog.close().
+        """
         self.closed_by = error
         self.fail_waiting(error.with_unknown_outcome())
         self.readers.wake_now()
-        self.log.close(clean=clean)
+        self.log.close(clean=clean, synced_later=synced_later)
 
 
 def _split(waiting: list[tuple[int, Done]], mark: int) -> tuple[list[Done], list[tuple[int, Done]]]:

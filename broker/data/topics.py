@@ -24,7 +24,7 @@ from metamq.broker.data.partition import Partition
 from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.disk.derived import remove_orphans
 from metamq.broker.log.disk.files import SHORTAGES, FileCache
-from metamq.broker.log.fresh import is_half_made, set_aside
+from metamq.broker.log.fresh import TOGETHER, is_half_made, set_aside
 from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.log_once import LogOnce
 from metamq.errors import (
@@ -269,9 +269,8 @@ class Topics:
                     unreadable[topic] = error
         self._unreadable = unreadable
         wanted = {(config.topic, config.id) for config in self._configs.values()}
-        wanted |= {(folder.topic, folder.topic_id) for folder in self._folder.topics() if folder.topic in unreadable}
         for folder in self._folder.topics():
-            if (folder.topic, folder.topic_id) not in wanted:
+            if (folder.topic, folder.topic_id) not in wanted and folder.topic not in unreadable:
                 if folder[:2] not in self._removed:
                     log.warning("ZooKeeper has no topic %s with id %s: %s will be removed", *folder[:3])
                 self._removed.add(folder[:2])
@@ -344,17 +343,18 @@ class Topics:
         Returns the partitions that existed and are now missing, with a description. Empty with `makes_missing`, which
         makes them again.
         """
-        missing = {} if makes_missing else self._folder.missing(config.topic, config.id, indexes)
-        indexes = [index for index in indexes if index not in missing]
-        for index in indexes:
-            folder = self._folder.partition_folder(config.topic, config.id, index)
-            PartitionLog.make(folder, self._name(config.topic, index), self._files)
+        place = config.topic, config.id
+        missing = {} if makes_missing else self._folder.missing(*place, indexes)
+        if not makes_missing:
+            indexes = [index for index in indexes if not self._folder.is_made(*place, index)]
+        folders = [self._folder.partition_folder(*place, index) for index in indexes]
+        PartitionLog.make(folders, config.topic, self._files)
         if not config.topic.startswith(OWN):
             folder = self._folder.partition_folder(config.topic, config.id, 0).parent
             topic_settings.save(folder, config, self.listed)
         if indexes:
-            self._folder.sync_topic(config.topic, config.id)
-            self._folder.were_made(config.topic, config.id, indexes)
+            self._folder.sync_topic(*place)
+            self._folder.were_made(*place, indexes)
         return missing
 
     async def run_removals(self) -> None:
@@ -396,22 +396,26 @@ class Topics:
     def close(self, error: MetamqError, *, clean: bool = True) -> bool:
         """Closes every log and waits for a running removal. After a clean close the next start scans nothing.
 
-        Returns True if all logs were closed cleanly, and none was closed earlier because of damage.
+        Many logs wait for the disk together, at the end. Returns True if all logs were closed cleanly, and none was
+        closed earlier because of damage. Raises StorageError.
         """
-        all_clean = clean and self._is_clean
+        all_clean, partitions = clean and self._is_clean, list(self.partitions())
         self.cold_reads.close()
-        for partition in self.partitions():
-            all_clean &= self._close_log(partition, error, clean)
+        together = clean and self._files.sync_disk is not None and len(partitions) >= TOGETHER
+        for partition in partitions:
+            all_clean &= self._close_log(partition, error, clean, synced_later=together)
+        if together:
+            self._folder.sync_disk(self._files)
         self._executor.shutdown(wait=True)
         return all_clean
 
     @staticmethod
-    def _close_log(partition: Partition, error: MetamqError, clean: bool) -> bool:
+    def _close_log(partition: Partition, error: MetamqError, clean: bool, *, synced_later: bool = False) -> bool:
         """Closes a partition; returns False if damage has closed it before, or if its next open must recover it."""
         if partition.closed_by is not None:
             return False
         try:
-            partition.close(error, clean=clean)
+            partition.close(error, clean=clean, synced_later=synced_later)
         except SHORTAGES as failure:
             log.warning("%s was not closed cleanly: %s", partition.name, failure)
             return False

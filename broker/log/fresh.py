@@ -8,6 +8,13 @@ without the flag ends it. No batch is appended before that.
 Removing large files takes time. So obsolete files get names that no log looks for. Any thread removes them later; the
 next open removes the rest.
 
+*Many new logs* are made together, with two waits for the disk in all instead of two for each. First all folders and
+files are made, the flush points under another name; a wait for the whole disk; then the flush points get their names;
+another wait. A crash before the first wait has ended leaves some of the folders, and no flush point under its name. A
+crash after it leaves flush points under either name, with their content. So each folder has a whole log, or only files
+of an interrupted attempt, as after a crash in make(). metamq.broker.data.made_partitions gets its lines after the
+second wait. Only folders that this attempt makes are part of it: another one may be on another disk.
+
 *A damaged log* is set aside as a whole: its folder gets another name. One rename is one step. A crash before the new
 log is made leaves a partition without a folder, which counts as damaged, too: metamq.broker.data.made_partitions.
 """
@@ -17,16 +24,19 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 
 from metamq.broker.log.disk import flushed
 from metamq.broker.log.disk.derived import make_void
-from metamq.broker.log.disk.files import FileCache, storage_error
+from metamq.broker.log.disk.files import FileCache, Sync, storage_error
 from metamq.broker.log.disk.flushed import NO_EPOCHS, FlushFile, FlushPoint
 from metamq.broker.log.disk.index import SparseIndex
 from metamq.broker.log.disk.segments import Segment, file_path, take_inventory
 from metamq.private_files import make_folder, opener
 
 log = logging.getLogger("metamq.broker.log")
+TOGETHER = 16
+"""Number of new logs for which a wait for the whole disk takes less time than two waits for each log."""
 
 
 def empty_point(offset: int, position: int) -> FlushPoint:
@@ -45,15 +55,38 @@ def make(folder: str, files: FileCache) -> None:
     make_folder(folder)
     for orphan in orphans:
         os.unlink(orphan.path)
+    _make_files(folder, files.sync)
+    os.rename(path + ".tmp", path)
+    files.sync_folder(folder)
+
+
+def make_all(folders: Sequence[str], files: FileCache) -> None:
+    """Does make() for folders on one disk. With many it waits for the whole disk. Any thread. Raises OSError."""
+    new = [folder for folder in folders if not os.path.exists(folder)]
+    if files.sync_disk is None or len(new) < TOGETHER:
+        new = []
+    for folder in new:
+        make_folder(folder)
+        _make_files(folder, lambda _fd: None)
+    if new:
+        files.sync_disk_of(new[0])
+    for folder in new:
+        path = f"{folder}/{flushed.FILE_NAME}"
+        os.rename(path + ".tmp", path)
+    if new:
+        files.sync_disk_of(new[0])
+    for folder in set(folders).difference(new):
+        make(folder, files)
+
+
+def _make_files(folder: str, sync: Sync) -> None:
+    """Makes the files of a new log; its flush point has a temporary name."""
     with open(file_path(folder, 0, 0, "log"), "xb", opener=opener):
         pass
-    temporary = path + ".tmp"
-    with open(temporary, "wb", opener=opener) as file:
+    with open(f"{folder}/{flushed.FILE_NAME}.tmp", "wb", opener=opener) as file:
         file.write(flushed.new_file(empty_point(0, 0)))
         file.flush()
-        files.sync(file.fileno())
-    os.rename(temporary, path)
-    files.sync_folder(folder)
+        sync(file.fileno())
 
 
 def is_half_made(folder: str | os.PathLike[str]) -> bool:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -77,13 +77,14 @@ class PartitionLog(DurableLog):
         self._expire_producers(now_us)
 
     @staticmethod
-    def make(folder: str | os.PathLike[str], name: str, files: FileCache) -> None:
-        """Makes a new log, unless the folder has one. It is durable, except for the folder's own name. Any thread.
+    def make(folders: Sequence[str | os.PathLike[str]], name: str, files: FileCache) -> None:
+        """Makes new logs on one disk, unless a folder has one. They are durable, except for the folders' own names.
 
-        open() makes one as well, but waits for the disk in its own thread. Raises StorageError.
+        Any thread. open() makes one as well, but waits for the disk in its own thread. `name` is for errors. Raises
+        StorageError.
         """
         try:
-            fresh.make(os.path.normpath(folder), files)
+            fresh.make_all([os.path.normpath(folder) for folder in folders], files)
         except OSError as error:
             raise storage_error(name, "making the log", error) from error
 
@@ -570,10 +571,11 @@ class PartitionLog(DurableLog):
         self._unsynced.clear()
         return void
 
-    def close(self, clean: bool = True) -> None:
+    def close(self, clean: bool = True, *, synced_later: bool = False) -> None:
         """Closes the files. A clean close first flushes and saves the derived files, so the next start scans nothing.
 
-        After a failure of the disk the close is never clean. Raises StorageError if flushing fails; the files are
+        With `synced_later` the caller then waits for the whole disk, before it counts the close as clean. After a
+        failure of the disk the close is never clean. Raises StorageError if flushing fails; the files are
         closed anyway. A second call does nothing.
         """
         if isinstance(self._refusal, ClosedError):
@@ -581,7 +583,7 @@ class PartitionLog(DurableLog):
         try:
             untouched = self._point.clean and self._point == self._make_point(clean=True)
             if clean and self._refusal is None and not untouched:
-                self._close_cleanly()
+                self._close_cleanly(synced_later)
         finally:
             self._refusal = ClosedError(f"log of {self.name}")
             self._writing = False
@@ -589,9 +591,11 @@ class PartitionLog(DurableLog):
             self._files.forget(self._flush_file.path)
             self._store.close()
 
-    def _close_cleanly(self) -> None:
+    def _close_cleanly(self, synced_later: bool) -> None:
         self._flush_now()
         self._save_derived(clean=True)
+        if synced_later:
+            return
         try:
             self._flush_file.sync()
         except OSError as error:

@@ -38,6 +38,7 @@ from metamq.broker.front_door.audit import Audit
 from metamq.broker.front_door.limits.admission import LINGERING_MAX, SLOTS_KEPT
 from metamq.broker.front_door.protocol import BrokerProtocol
 from metamq.broker.log.disk.files import SHORTAGES, FileCache
+from metamq.broker.log.disk.whole_disk import SYNC_DISK
 from metamq.broker.log_once import LogOnce
 from metamq.broker.process.descriptors import raised_open_files_limit, shares
 from metamq.broker.process.http import StatusServer
@@ -45,6 +46,7 @@ from metamq.broker.process.listener import bind
 from metamq.broker.process.metrics import Histogram, SyncTimes
 from metamq.broker.process.pages import BrokerPages, guard_of
 from metamq.broker.process.parts import make_parts
+from metamq.broker.process.topic_reader import TopicReader
 from metamq.broker.process.users import KnownUsers
 from metamq.broker.roles.decide_role import RoleKind
 from metamq.broker.transactions.followers import Followers
@@ -67,7 +69,6 @@ from metamq.zk.cluster.brokers import cluster_id, known_cluster_id, read_state
 from metamq.zk.cluster.registrations import Registration, until_alone
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.errors import ConnectionLost
-from metamq.zk.nodes import Listing
 from metamq.zk.session.session import Session, SessionState
 
 if TYPE_CHECKING:
@@ -77,8 +78,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.broker")
 
 RETRY_S = 1.0
-TOPICS_AT_ONCE = 64
-"""Topics that are read at the same time. In sequence, each would take a round trip to ZooKeeper."""
 STALL_S = 30.0
 """Seconds between two checks for stalled connections. A connection is closed after one to two of them."""
 COLLECTED_AFTER = 20_000
@@ -115,7 +114,7 @@ class Broker:
             open_files, connections = shares(limit, config.open_files_max)
             connections_max = min(config.connections_max, max(1, connections - SLOTS_KEPT - LINGERING_MAX))
             self._sync_times = SyncTimes()
-            self._files = FileCache(open_files, sync=self._sync_times.timed(os.fsync))
+            self._files = FileCache(open_files, sync=self._sync_times.timed(os.fsync), sync_disk=SYNC_DISK)
             self._security = broker_security(self._access.security)
             self._session = await Session.open(
                 self._access.zookeeper,
@@ -131,6 +130,7 @@ class Broker:
             self._users = KnownUsers(self._session, self._security)
             self._topics = Topics(config.id, self._folder, self._files)
             self._store = TopicStore(self._session)
+            self._reader = TopicReader(self._session, self._store, self._topics_changed.set)
             await self._until_answered(self._check_zookeeper)
             await self._until_answered(self._read_topics)
             await self._until_answered(self._users.read)
@@ -306,7 +306,7 @@ class Broker:
         return found
 
     async def _read_topics(self) -> None:
-        """Applies the configuration of every topic, and watches all of them.
+        """Applies the configuration of every topic, and watches all of them; reads only what has changed.
 
         A topic that is not listed is removed from the disk, unless the list is older than one that had it. So a list
         counts only if it comes from the ZooKeeper whose cluster was checked. A replaced ZooKeeper does not know the
@@ -314,40 +314,27 @@ class Broker:
         """
         generation = self._session.generation
         await self._check_cluster()
-        configs: dict[str, TopicConfig] = {}
-        unreadable: dict[str, MetamqError] = {}
-        names, version = await self._store.listing(self._topics_changed.set)
-        for first in range(0, len(names), TOPICS_AT_ONCE):
-            some = names[first : first + TOPICS_AT_ONCE]
-            for topic, found in zip(some, await asyncio.gather(*map(self._read_topic, some)), strict=True):
-                if isinstance(found, MetamqError):
-                    unreadable[topic] = found
-                elif found is not None:
-                    configs[topic] = found
+        found, listing = await self._reader.read()
+        configs = {topic: one for topic, one in found.items() if isinstance(one, TopicConfig)}
+        unreadable = {topic: one for topic, one in found.items() if isinstance(one, MetamqError)}
         if self._session.generation != generation:
             raise ConnectionLost("the list of topics", "the session ended meanwhile")
-        kept = kept_topics(self.config.id, self._folder, configs, Listing(names, version))
+        folders = self._folder.topics()
+        kept = kept_topics(self.config.id, folders, configs, listing)
         own = {topic: found for topic, found in configs.items() if found.partitions.get(self.config.id)}
         served = {topic: found for topic, found in own.items() if topic not in unreadable | kept}
         served[JOURNAL] = journal_config(self.config.id, self.config.transactions_min_insync)
-        self._topics.listed = version
+        self._topics.listed = listing.version
         await self._topics.apply(served, unreadable, kept)
-        self._note_unlisted(kept, served)
+        self._note_unlisted(kept, unserved_partitions(self.config.id, folders, served))
         if self._topics.get(JOURNAL, 0) is None and (full := self._topics.without_room()) is not None:
             raise full.with_traceback(None)
 
-    def _note_unlisted(self, kept: dict[str, MetamqError], served: dict[str, TopicConfig]) -> None:
-        before, in_part = self._topics.unlisted, unserved_partitions(self.config.id, self._folder, served)
-        self._topics.unlisted = kept | in_part
+    def _note_unlisted(self, kept: dict[str, MetamqError], in_part: dict[str, MetamqError]) -> None:
+        before, self._topics.unlisted = self._topics.unlisted, kept | in_part
         for topic, error in in_part.items():
             if topic not in before:
                 log.error("topic %s is served in part: %s", topic, error)
-
-    async def _read_topic(self, topic: str) -> TopicConfig | CorruptData | ConfigError | None:
-        try:
-            return await self._store.get_or_none(topic, self._topics_changed.set)
-        except (CorruptData, ConfigError) as error:
-            return error
 
     async def _follow_topics(self) -> None:
         log_once = LogOnce()
@@ -358,7 +345,7 @@ class Broker:
                 await self._read_topics()
                 await self._parts.keeper.settle()  # a log that was opened may lack messages
                 if self._topics.unlisted:
-                    self._parts.keeper.offers_may_be_gone()
+                    self._parts.keeper.offers.are_gone()
                 await self._parts.keeper.offer()
                 if (full := self._topics.without_room()) is not None:
                     raise full.with_traceback(None)
@@ -374,6 +361,8 @@ class Broker:
             self._topics_changed.set()  # its watches are lost as well
             if hasattr(self, "_parts"):
                 self._parts.keeper.look_again()
+        elif state is SessionState.SUSPENDED and hasattr(self, "_parts"):
+            self._parts.keeper.offers.may_be_gone()
 
     async def _beats(self) -> None:
         """Records for /healthz that the loop runs."""

@@ -33,7 +33,7 @@ from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout
 from metamq.zk.cluster.brokers import BrokerState, Mastership, StateAt, become_master, known, master_of, read_state
 from metamq.zk.cluster.epochs import KnownState, taken_back
-from metamq.zk.cluster.offers import register_slave_topics, register_topics
+from metamq.zk.cluster.offers import Offers
 from metamq.zk.cluster.replicas import Refused, Unknown, change_insync, had_slaves, register_slave, slaves_of, take_over
 from metamq.zk.session.lease import Lease
 from metamq.zk.session.session import SessionState
@@ -103,7 +103,7 @@ class RoleKeeper:
         self._mastership: Mastership | None = None
         self._state: BrokerState | None = None
         """The state that this slave read last."""
-        self._offered: tuple[int, RoleKind, dict[str, int]] | None = None
+        self.offers = Offers(session)
         self._following: asyncio.Task[None] | None = None
         self._is_leaving = False
         self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
@@ -375,29 +375,17 @@ class RoleKeeper:
         async with self._settling:  # of two at once, the one with older counts could write last
             await self._offer()
 
-    def offers_may_be_gone(self) -> None:
-        """Makes the next offer() read the nodes in ZooKeeper: it was taken back, perhaps in the same session."""
-        self._offered = None
-
     async def _offer(self) -> None:
         broker_id, replica, counts = self._registration().broker_id, self._registration().replica, self._topics.counts()
         role = self._status.role
         if isinstance(role, SlaveRole | WaitingRole):
             readable = Counter(partition.topic for partition in role.link.readable)
             counts = {topic: number for topic, number in counts.items() if readable[topic] >= number}
-        offered = self._session.generation, role.kind, counts
-        if offered == self._offered:
-            return
-        if role.kind is RoleKind.MASTER and self._mastership is not None:
-            await register_slave_topics(self._session, broker_id, replica, {})
-            try:
-                await register_topics(self._session, self._mastership, counts)
-            except Fenced:
-                self.look_again()
-                return
-        else:
-            await register_slave_topics(self._session, broker_id, replica, counts)
-        self._offered = offered
+        held = self._mastership if role.kind is RoleKind.MASTER else None
+        try:
+            await self.offers.make(broker_id, replica, role.kind, counts, held)
+        except Fenced:
+            self.look_again()
 
     # -- promotion ----------------------------------------------------------------------------------------------------
 

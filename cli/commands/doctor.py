@@ -27,7 +27,7 @@ from metamq.cli.show.topic_view import not_served, refuses_writes, size_in_words
 from metamq.cli.show.units import show_age, show_bytes
 from metamq.client.admin.admin_brokers import children
 from metamq.client.admin.admin_replicas import describe_broker, failover_of
-from metamq.client.admin.admin_topics import describe_topic
+from metamq.client.admin.admin_topics import describe_topics, read_configs
 from metamq.client.admin.admin_transactions import open_branches
 from metamq.client.fetch.consumer_options import ConsumerOptions
 from metamq.client.group.rebalance_decisions import has_no_topic, why_idle
@@ -50,6 +50,7 @@ from metamq.zk.server.load import ServerLoad, load_of
 from metamq.zk.servers import parse_servers
 
 if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import TopicDescription
     from metamq.client.settings import ClusterAccess
     from metamq.zk.session.session import Session
 
@@ -401,31 +402,26 @@ def _verified(scrub: dict[str, Any]) -> str:
 
 async def _look_at_topics(cluster: ClusterClient, without_master: set[int], report: Callable[[Finding], None]) -> None:
     """Reports each topic; one finding for all topics of brokers without a master, whose findings have the next step."""
-    masterless: dict[str, set[int]] = {}
-
-    async def look(name: str) -> None:
-        config = await cluster.topics.get(name)
-        if unserved := without_master & set(config.partitions):
-            masterless[name] = unserved
-        if unserved != set(config.partitions):
-            report(await _topic(cluster, name, without_master))
-
     names = await cluster.topics.names()
     if not names:
         report(Finding("topics", "ok", "none yet"))
+    configs, problems = await read_configs(cluster, names)
+    masterless = {name: gone for name, config in configs.items() if (gone := without_master & set(config.partitions))}
+    served = [config for name, config in configs.items() if masterless.get(name) != set(config.partitions)]
+    described = {one.topic: one for one in await describe_topics(cluster, served)}
     for name in names:
-        try:
-            await look(name)
-        except MetamqError as error:
-            report(Finding(f"topic {name}", "problem", error.problem, error.hint))
+        if name in problems:
+            report(Finding(f"topic {name}", "problem", problems[name].problem, problems[name].hint))
+        elif name in described:
+            report(_topic(described[name], without_master))
     if masterless:
         brokers = listed([str(broker_id) for broker_id in sorted(set().union(*masterless.values()))])
         detail = f"not served, in whole or in part, while broker {brokers} has no master: {listed(list(masterless))}"
         report(Finding("topics", "problem", detail))
 
 
-async def _topic(cluster: ClusterClient, name: str, without_master: set[int]) -> Finding:
-    what, found = f"topic {name}", await describe_topic(cluster, name)
+def _topic(found: TopicDescription, without_master: set[int]) -> Finding:
+    name, what = found.topic, f"topic {found.topic}"
     unserved = not_served(found, without=without_master)
     if unserved:
         hint = DAMAGE_HINT if any(" is damaged" in problem for problem in unserved) else ""

@@ -119,7 +119,7 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
         _partition(
             tp,
             configs.get(tp.topic),
-            problems.get(tp.topic, ""),
+            problems[tp.topic].problem if tp.topic in problems else "",
             _record(records[tp]),
             found.get(tp),
             owners.get(tp),

@@ -18,7 +18,16 @@ from metamq.client.admin.admin_model import PartitionDescription, TopicDescripti
 from metamq.client.checks import check_seconds, is_whole, wrong_type
 from metamq.client.net.first_contact import until_connected
 from metamq.client.settings import unknown
-from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError, NotAuthorized, Timeout, TopicExists
+from metamq.errors import (
+    ConfigError,
+    ConnectError,
+    CorruptData,
+    MetamqError,
+    NotAuthorized,
+    Timeout,
+    TopicExists,
+    TopicNotFound,
+)
 from metamq.wire.commands import LATEST
 from metamq.zk.cluster.brokers import live_brokers, read_state
 from metamq.zk.cluster.offers import offered_partitions
@@ -152,23 +161,24 @@ async def all_topics(cluster: ClusterClient) -> dict[str, TopicConfig]:
     """Returns every topic's configuration, in alphabetical order. Warns of those that cannot be read."""
     configs, problems = await read_configs(cluster, await cluster.topics.names())
     for topic, problem in problems.items():
-        log.warning("topic %r is left out: %s. `metamq topic delete` removes it", topic, problem)
+        log.warning("topic %r is left out: %s. `metamq topic delete` removes it", topic, problem.problem)
     return configs
 
 
 async def read_configs(
     cluster: ClusterClient, topics: Collection[str]
-) -> tuple[dict[str, TopicConfig], dict[str, str]]:
-    """Returns the topics' configurations, and the problems of topics without a usable one. Raises ConnectionLost."""
+) -> tuple[dict[str, TopicConfig], dict[str, MetamqError]]:
+    """Returns the topics' configurations, and the errors of topics without a usable one. Raises ConnectionLost."""
     found = await asyncio.gather(*map(cluster.topics.get_or_none, sorted(topics)), return_exceptions=True)
-    configs, problems = {}, {}
+    configs: dict[str, TopicConfig] = {}
+    problems: dict[str, MetamqError] = {}
     for topic, outcome in zip(sorted(topics), found, strict=True):
         if isinstance(outcome, TopicConfig):
             configs[topic] = outcome
         elif outcome is None:
-            problems[topic] = "the topic does not exist"
+            problems[topic] = TopicNotFound(topic)
         elif isinstance(outcome, ConfigError | CorruptData):
-            problems[topic] = outcome.problem
+            problems[topic] = outcome
         else:
             raise outcome
     return configs, problems
@@ -176,26 +186,35 @@ async def read_configs(
 
 async def describe_topic(cluster: ClusterClient, topic: str) -> TopicDescription:
     """Returns configuration and state of a topic. Raises TopicNotFound, ConnectionLost."""
-    config = await cluster.topics.get(topic)
+    return (await describe_topics(cluster, [await cluster.topics.get(topic)]))[0]
+
+
+async def describe_topics(cluster: ClusterClient, configs: Collection[TopicConfig]) -> list[TopicDescription]:
+    """Returns the state of topics, with a few requests to each of their brokers. Raises ConnectionLost."""
     masters = await live_brokers(cluster.session)
-    found = await ask_offsets(cluster, dict.fromkeys(config.topic_partitions, (config.id, LATEST)))
-    sizes = await sizes_on_disk(cluster, [broker_id for broker_id in config.partitions if broker_id in masters])
-    described = []
-    for tp in config.topic_partitions:
-        broker_id, _index = parse_partition(tp.partition)
-        address = masters[broker_id].address if broker_id in masters else None
-        answer = found[tp]
-        if isinstance(answer, MetamqError):
-            described.append(PartitionDescription(tp.partition, broker_id, address, problem=answer.problem))
-        else:
-            described.append(
-                PartitionDescription(
-                    tp.partition, broker_id, address, answer.start_offset, answer.stable_offset, sizes.get(tp)
-                )
-            )
-    states = {broker_id: await read_state(cluster.session, broker_id) for broker_id in config.partitions}
+    found = await ask_offsets(cluster, {tp: (one.id, LATEST) for one in configs for tp in one.topic_partitions})
+    broker_ids = sorted({broker_id for config in configs for broker_id in config.partitions})
+    sizes = await sizes_on_disk(cluster, [broker_id for broker_id in broker_ids if broker_id in masters])
+    states = {broker_id: await read_state(cluster.session, broker_id) for broker_id in broker_ids}
     in_sync = {broker_id: len(stored[0].insync) for broker_id, stored in states.items() if stored is not None}
-    return TopicDescription(config, tuple(described), in_sync)
+
+    def described(tp: TopicPartition) -> PartitionDescription:
+        broker_id, answer = parse_partition(tp.partition)[0], found[tp]
+        address = masters[broker_id].address if broker_id in masters else None
+        if isinstance(answer, MetamqError):
+            return PartitionDescription(tp.partition, broker_id, address, problem=answer.problem)
+        return PartitionDescription(
+            tp.partition, broker_id, address, answer.start_offset, answer.stable_offset, sizes.get(tp)
+        )
+
+    return [
+        TopicDescription(
+            config,
+            tuple(map(described, config.topic_partitions)),
+            {broker_id: in_sync[broker_id] for broker_id in config.partitions if broker_id in in_sync},
+        )
+        for config in configs
+    ]
 
 
 async def _choose_brokers(cluster: ClusterClient, wanted: Collection[int] | None) -> list[int]:

@@ -12,6 +12,7 @@ import pytest
 from metamq import Admin, Producer
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.server import Broker
+from metamq.broker.process.topic_reader import TopicReader
 from metamq.client.settings import ClusterAccess
 from metamq.errors import ConfigError, ConnectError
 from metamq.zk.cluster.brokers import BrokerState, state_json
@@ -136,7 +137,7 @@ def test_a_list_from_another_session_than_the_clusters_id_changes_nothing(tmp_pa
         try:
             store = ListedLate(scene.broker._session)
             store.scene, store.fill = scene, fill
-            scene.broker._store = store
+            scene.broker._reader = TopicReader(scene.broker._session, store, scene.broker._topics_changed.set)
             with pytest.raises(ConnectError, match="the session ended meanwhile"):
                 await scene.broker._read_topics()
         finally:

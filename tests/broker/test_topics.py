@@ -16,8 +16,10 @@ from metamq.broker.data.data_folder import DataFolder
 from metamq.broker.data.made_partitions import MadePartitions
 from metamq.broker.data.topics import Topics
 from metamq.broker.log.disk.files import FileCache
-from metamq.broker.log.fresh import set_aside
+from metamq.broker.log.fresh import TOGETHER, set_aside
 from metamq.errors import ClosedError, ConfigError, CorruptData, DiskFull, PartitionNotFound, TopicNotFound
+from metamq.wire.batch import read_header
+from metamq.wire.columns import encode
 from metamq.zk.cluster.topics import TopicConfig
 
 
@@ -172,5 +174,28 @@ def test_partitions_that_are_not_listed_any_more_are_closed_and_come_back(tmp_pa
         await topics.apply({"t": two}, {})
         assert topics.find("t", two.id, 1).closed_by is None
         topics.close(ClosedError("broker"))
+
+    asyncio.run(run())
+
+
+def test_many_logs_wait_for_the_disk_together_when_they_close(tmp_path: Path) -> None:
+    """Each one is flushed first; then one sync makes all their marks durable, and the next start scans nothing."""
+    config, order = TopicConfig("t", {0: TOGETHER}), list[str]()
+
+    async def run() -> None:
+        files = FileCache(sync=lambda fd: order.append("one"), sync_disk=lambda fd: order.append("disk"))
+        topics = Topics(0, DataFolder.open(tmp_path, 0), files)
+        await topics.apply({"t": config}, {})
+        for partition in topics.partitions():
+            batch = encode([b"value"], base_timestamp_us=0)
+            partition.log.append(memoryview(batch), read_header(batch), epoch=1, batch_id=1, now_us=1)
+        order.clear()
+        assert topics.close(ClosedError("broker"))
+        assert order.index("disk") == len(order) - 1
+        assert order.count("one") >= TOGETHER, "their bytes"
+        again = Topics(0, topics._folder, FileCache())
+        await again.apply({"t": config}, {})
+        assert all(one.log.recovery.clean and one.log.end_offset == 1 for one in again.partitions())
+        again.close(ClosedError("broker"))
 
     asyncio.run(run())

@@ -195,7 +195,7 @@ def test_a_topic_that_nobody_can_read_is_named_and_can_be_deleted(
     assert "is damaged" in admin.describe_group(topic).partitions[0].problem
     for name in spoilt:
         assert admin.delete(name) is None
-    assert admin.describe_group(topic).partitions[0].problem == "the topic does not exist"
+    assert admin.describe_group(topic).partitions[0].problem == f"topic {topic!r} does not exist"
     caplog.clear()
     admin.topics()
     assert not caplog.records
@@ -389,7 +389,7 @@ def test_offsets_of_a_deleted_topic_are_not_taken_for_its_successors(
     fill(running, topic, "0-0", 2)
     read(running, topic, 2)
     admin.delete(topic)
-    assert admin.describe_group(topic).partitions[0].problem == "the topic does not exist"
+    assert admin.describe_group(topic).partitions[0].problem == f"topic {topic!r} does not exist"
     admin.create_topic(topic, partitions=1, brokers=[0])
     found = admin.describe_group(topic).partitions[0]
     assert (found.committed, found.end) == (None, 0)

@@ -13,6 +13,7 @@ from metamq.zk.cluster.brokers import become_master
 from metamq.zk.cluster.offers import register_slave_topics, register_topics
 from metamq.zk.cluster.registrations import Registration
 from metamq.zk.cluster.replicas import Confirmed, change_insync, take_over
+from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.session.session import Session, SessionState
 
 ME = Registration(0, replica=0, incarnation=1, folder="abc", lock="x", host="one.example", port=8123, version="0.1.0")
@@ -36,14 +37,36 @@ def test_what_a_broker_offers_is_kept_in_step(servers: str) -> None:
             held, other = await become_master(session, ME), await become_master(neighbour, replace(ME, broker_id=1))
             await register_topics(neighbour, other, {"flights": 9})
             await register_topics(session, held, {"flights": 4, "rides": 2})
-            await register_topics(session, held, {"flights": 5, "bids": 1}, {"flights": 5})
+            await register_topics(session, held, {"flights": 5, "bids": 1})
             assert await offered(session) == {
                 "pub/bids/0-m": 1,
                 "pub/flights/0-m": 5,
                 "pub/flights/1-m": 9,
+                "sub/bids/0-m": 1,
                 "sub/flights/0-m": 5,
                 "sub/flights/1-m": 9,
             }
+
+    asyncio.run(scenario())
+
+
+def test_after_a_registration_only_what_changed_is_written(servers: str) -> None:
+    async def scenario() -> None:
+        async with await Session.open(servers) as session, await Session.open(servers) as slave:
+            held = await become_master(session, ME)
+            before = {"flights": 4, "rides": 2, "gone": 1}
+            await register_topics(session, held, before)
+            await session.delete(session.paths.offered_topic("topics-pub", "rides", "0-m"), ANY_VERSION)
+            after = {"flights": 5, "rides": 2, "bids": 1}
+            await register_topics(session, held, after, before)
+            made = {f"{kind}/{topic}/0-m": number for kind in ("pub", "sub") for topic, number in after.items()}
+            assert await offered(session) == {name: made[name] for name in made if name != "pub/rides/0-m"}
+            assert "gone" not in await session.children(session.paths.offered_topics("topics-pub"))
+            await register_topics(session, held, after)
+            assert await offered(session) == made, "without `before` all are read"
+            await register_slave_topics(slave, 0, 1, {"rides": 2}, {})
+            await register_slave_topics(slave, 0, 1, {"flights": 5}, {"rides": 2})
+            assert await offered(session) == {**made, "sub/flights/0-s1": 5}
 
     asyncio.run(scenario())
 

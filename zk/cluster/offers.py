@@ -3,6 +3,11 @@
 A master offers under the broker id's name, "0-m", whatever its replica number. A deposed master may not know yet that
 it is deposed. It must not replace its successor's node, which would later disappear with its session. So each write of
 a master's offer also checks the state node, which the successor has changed.
+
+The first registration of a session and an epoch reads all offers under the replica's name. From then on only this
+replica writes them, and ZooKeeper removes them only with the session. So later registrations write only the difference
+from the last one, if that one has succeeded. A ZooKeeper that was restored from an older copy may lack offers even in
+the same session; its connections break before that. So after a lost connection the caller reads all offers again.
 """
 
 from __future__ import annotations
@@ -27,22 +32,61 @@ WRITING, READING = "topics-pub", "topics-sub"
 
 
 async def register_topics(
-    session: Session, held: Mastership, publish: Mapping[str, int], subscribe: Mapping[str, int] | None = None
+    session: Session, held: Mastership, offered: Mapping[str, int], before: Mapping[str, int] | None = None
 ) -> None:
-    """Makes the offers of this master in ZooKeeper equal to `publish` (for writing) and `subscribe` (for reading).
+    """Makes the offers of this master in ZooKeeper, for writing and reading, equal to `offered`: topic -> number of
+    partitions.
 
-    Both map topic -> number of partitions; without `subscribe` it is the same as `publish`. Call it whenever the offer
-    changes, and after every lost session. It withdraws topics that are missing in the maps, even if a former
-    master offered them. Raises Fenced if another replica is the master now.
+    Call it whenever the offer changes, and after every lost session. `before` is the last argument with which it
+    succeeded in this session and epoch: only the differences are written. Without `before`, it withdraws all topics
+    that are missing in `offered`, even if a former master offered them. Raises Fenced if another replica is the master
+    now.
     """
     name = master_offer(held.broker_id)
-    await _register(session, WRITING, name, publish, held)
-    await _register(session, READING, name, publish if subscribe is None else subscribe, held)
+    await _register(session, WRITING, name, offered, held, before)
+    await _register(session, READING, name, offered, held, before)
 
 
-async def register_slave_topics(session: Session, broker_id: int, replica: int, subscribe: Mapping[str, int]) -> None:
-    """Makes the offers of this slave for reading equal to `subscribe`, topic -> number of partitions. See above."""
-    await _register(session, READING, slave_offer(broker_id, replica), subscribe, None)
+async def register_slave_topics(
+    session: Session, broker_id: int, replica: int, offered: Mapping[str, int], before: Mapping[str, int] | None = None
+) -> None:
+    """Makes the offers of this slave for reading equal to `offered`, topic -> number of partitions. See above."""
+    await _register(session, READING, slave_offer(broker_id, replica), offered, None, before)
+
+
+class Offers:
+    """The offers of one replica, as ZooKeeper confirmed them last. One make() at a time."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._made: tuple[tuple[object, ...], Mapping[str, int]] | None = None
+        """The session, role and epoch, and the offers that they have since the last make()."""
+        self._may_be_gone = False
+
+    def are_gone(self) -> None:
+        """Makes the next make() read all offers: ZooKeeper was taken back, perhaps in the same session."""
+        self._made = None
+
+    def may_be_gone(self) -> None:
+        """Makes the next make() that changes something read all offers: the connection was lost."""
+        self._may_be_gone = True
+
+    async def make(
+        self, broker_id: int, replica: int, role: object, offered: Mapping[str, int], held: Mastership | None
+    ) -> None:
+        """Makes the offers equal to `offered`; `held`: as a master. Raises Fenced if another replica is the master."""
+        term = self._session.generation, role, None if held is None else held.epoch
+        if (term, offered) == self._made:
+            return
+        before = self._made[1] if self._made is not None and self._made[0] == term and not self._may_be_gone else None
+        self._made, self._may_be_gone = None, False  # until ZooKeeper has confirmed all of it
+        if held is None:
+            await register_slave_topics(self._session, broker_id, replica, offered, before)
+        else:
+            if before is None:
+                await register_slave_topics(self._session, broker_id, replica, {})
+            await register_topics(self._session, held, offered, before)
+        self._made = term, offered
 
 
 async def slaves_offering(session: Session, topic: str, watch: Watcher | None = None) -> set[tuple[int, int]]:
@@ -51,10 +95,16 @@ async def slaves_offering(session: Session, topic: str, watch: Watcher | None = 
     return set(filter(None, map(slave_of_offer, names)))
 
 
-async def _register(session: Session, kind: str, name: str, wanted: Mapping[str, int], held: Mastership | None) -> None:
-    folder = session.paths.offered_topics(kind)
-    await session.ensure(folder)
-    topics = sorted({*await session.children(folder), *wanted})
+async def _register(
+    session: Session, kind: str, name: str, wanted: Mapping[str, int], held: Mastership | None,
+    before: Mapping[str, int] | None,
+) -> None:  # fmt: skip
+    if before is None:
+        folder = session.paths.offered_topics(kind)
+        await session.ensure(folder)
+        topics = sorted({*await session.children(folder), *wanted})
+    else:
+        topics = [topic for topic in sorted({*before, *wanted}) if before.get(topic) != wanted.get(topic)]
     is_tidy = bool(wanted)  # else a replica stops or changes its role, and the topics stay
     await asyncio.gather(*(_offer(session, kind, topic, name, wanted.get(topic), held, is_tidy) for topic in topics))
 

@@ -88,17 +88,27 @@ class BoundedCache(Generic[K, V]):
 class FileCache:
     """Descriptors of the files of many partition logs, at most `limit` open at once (duplicates aside).
 
-    Only the thread that creates it may use it, except for sync() and sync_folder(). `write` and `sync` are os.pwrite
-    and os.fsync, or those of a test's faulty disk.
+    Only the thread that creates it may use it, except for sync(), sync_disk() and sync_folder(). `write` and `sync` are
+    os.pwrite and os.fsync, or those of a test's faulty disk. `sync_disk` is metamq.broker.log.disk.whole_disk's.
     """
 
-    __slots__ = ("_buffers", "_open", "_thread", "_write", "_written", "indexes", "limit", "reader", "sync", "times")
+    __slots__ = (
+        "_buffers", "_open", "_thread", "_write", "_written", "indexes", "limit", "reader", "sync", "sync_disk", "times"
+    )  # fmt: skip
 
     def __init__(
-        self, limit: int = 512, *, write: Write = os.pwrite, sync: Sync = os.fsync, index_bytes_max: int = 16 << 20
+        self,
+        limit: int = 512,
+        *,
+        write: Write = os.pwrite,
+        sync: Sync = os.fsync,
+        sync_disk: Sync | None = None,
+        index_bytes_max: int = 16 << 20,
     ) -> None:
         self.limit = max(limit, 1)
         self.sync = sync
+        self.sync_disk = sync_disk
+        """One fsync for a whole disk, or None."""
         self.indexes: BoundedCache[str, SparseIndex] = BoundedCache(index_bytes_max, lambda index: index.memory_bytes)
         """The recently used indexes of sealed segments, by their paths."""
         self.times: BoundedCache[tuple[str, int, int], array[int]] = BoundedCache(
@@ -239,6 +249,15 @@ class FileCache:
         fd = self.opened(lambda: os.open(path, flags)) if own else os.open(path, flags)
         try:
             self.sync(fd)
+        finally:
+            os.close(fd)
+
+    def sync_disk_of(self, path: str) -> None:
+        """Makes everything durable on the disk of a folder, if there is `sync_disk`. Any thread. Raises OSError."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            if self.sync_disk is not None:
+                self.sync_disk(fd)
         finally:
             os.close(fd)
 
