@@ -6,6 +6,8 @@ order of the pages: a new page of `docs/` needs a line there.
 
 from __future__ import annotations
 
+import ast
+import html
 import importlib
 import re
 import shutil
@@ -36,8 +38,8 @@ NAV = {
         "architecture", "guarantees", "performance", "original-faults", "glossary", "house", "contributing",
     ],
     "Reference": [
-        "api", "api-aio", "api-tx", "api-others", "errors", "commands", "wire-protocol", "log-format", "journal-format",
-        "changelog",
+        "api", "api-aio", "api-types", "api-tx", "api-others", "errors", "commands", "wire-protocol", "log-format",
+        "journal-format", "changelog",
     ],
 }  # fmt: skip
 FROM_ROOT = {
@@ -49,12 +51,18 @@ FROM_ROOT = {
 MODULES = {
     "api": ("The API", ["metamq"]),
     "api-aio": ("The API for asyncio", ["metamq.aio"]),
+    "api-types": ("Types of results and settings", ["metamq.types"]),
     "api-tx": ("Transactions", ["metamq.tx", "metamq.tx.aio"]),
     "api-others": ("Tests, metrics, traces", ["metamq.testing", "metamq.prometheus", "metamq.otel"]),
 }  # fmt: skip
 """Spark's names are in docs/spark.md: their modules need pyspark."""
 NO_MEMBERS = {"metamq.Message"}
 """Named tuples: their fields are in the docstring."""
+UNREADABLE = re.compile(
+    r".*(?:Alias for field number|<(?:object|function|factory)|= lambda|~(?:metamq|collections|typing)\."
+    r"|metamq\.(?:client|zk|wire|tx\.app|tx\.database)\.).*"
+)
+"""Output of autodoc for a default, a field or a path that users cannot import."""
 
 
 def main() -> None:
@@ -84,11 +92,44 @@ def check() -> None:
                 home = first_home(module, name)
                 if f"{home}.{name}" not in entries:
                     sys.exit(f"the site has no entry for {home}.{name}")
+    faults = [fault for page in MODULES for fault in unreadable(page, pages[page], entries)]
+    if faults:
+        sys.exit("\n".join(faults))
+
+
+def unreadable(page: str, text: str, entries: set[str]) -> Iterator[str]:
+    """Yields what a reader of a page of the API cannot use: text in code blocks, objects, private paths and types."""
+    for block in re.findall(r'<div class="highlight[^>]*><pre>(.*?)</pre>', text, re.DOTALL):
+        try:
+            ast.parse(plain(block))
+        except SyntaxError:
+            yield f"{page}: a code block has text: {plain(block):.80}"
+    for found in UNREADABLE.findall(plain(text)):
+        yield f"{page}: {found}"
+    public = {entry.rpartition(".")[2] for entry in entries}
+    ours = {name for module in list(sys.modules.values()) for name in our_classes(module)} - public
+    for signature in re.findall(r'<span class="sig-return-typehint">(.*?)</dt>', text, re.DOTALL):
+        for name in sorted(ours & set(re.findall(r'<span class="pre">([A-Z]\w+)</span>', signature))):
+            yield f"{page}: a result is of the type {name}, which has no entry"
+
+
+def plain(text: str) -> str:
+    """Returns the text of HTML."""
+    return html.unescape(re.sub(r"<[^>]*>", "", text))
+
+
+def our_classes(module: object) -> list[str]:
+    """Returns the names of the classes in a module of metamq."""
+    return [name for name, one in vars(module).items() if str(getattr(one, "__module__", "")).startswith("metamq.")]
 
 
 def public_names(module: str) -> list[str]:
     """Returns the public names of a module, but for modules in it."""
-    return [name for name in importlib.import_module(module).__all__ if name not in ("aio", "errors", "__version__")]
+    return [
+        name
+        for name in importlib.import_module(module).__all__
+        if name not in ("aio", "errors", "types", "__version__")
+    ]
 
 
 def first_home(module: str, name: str) -> str:
@@ -151,7 +192,7 @@ def directive(module: str, name: str) -> list[str]:
     kind = "class" if isinstance(thing, type) else "function"
     lines = [f".. auto{kind}:: {module}.{name}"]
     if kind == "class" and f"{module}.{name}" not in NO_MEMBERS:
-        lines += ["   :members:", "   :inherited-members: tuple, int, Exception, Generic, Protocol"]
+        lines += ["   :members:", "   :inherited-members: tuple, int, dict, Exception, Generic, Protocol"]
     return [*lines, ""]
 
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-PUBLIC = ("metamq", "metamq.aio", "metamq.errors", "metamq.testing")
+PUBLIC = ("metamq", "metamq.aio", "metamq.errors", "metamq.testing", "metamq.types")
 
 
 def homes() -> Iterator[str]:

@@ -37,7 +37,12 @@ def choose_port(wanted: int | None) -> int:
         return -1
     if wanted is not None:
         return wanted
-    return next((port for port in range(PORT, PORT + PORTS_TRIED) if is_free(HOST, port)), 0)
+    return free_port(HOST)
+
+
+def free_port(host: str) -> int:
+    """Returns the first free port from PORT on; 0, which is any free one, after PORTS_TRIED that are taken."""
+    return next((port for port in range(PORT, PORT + PORTS_TRIED) if is_free(host, port)), 0)
 
 
 def url_of(port: int) -> str:

@@ -18,6 +18,7 @@ from metamq.broker.process.parent import follow_parent
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current, look_for_cluster
 from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
+from metamq.cli.up_console import PORT, free_port
 from metamq.errors import ConfigError
 from metamq.security.exposure import is_exposed
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from metamq.console.console_view import Doctor
 
 HOST = "127.0.0.1"
-PORT = 8180
 FILE = click.Path(exists=True, dir_okay=False)
 
 
@@ -37,9 +37,7 @@ FILE = click.Path(exists=True, dir_okay=False)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    default=PORT,
-    show_default=True,
-    help="Port to listen on; 0 takes a free one.",
+    help=f"Port to listen on; 0 takes any free one.  [default: the first free one from {PORT} on]",
 )
 @click.option("--name", "names", multiple=True, help="Name in the address of the pages, as console.example.org.")
 @click.option("--login", is_flag=True, help="Ask each visitor for the name and password of a user of the cluster.")
@@ -49,7 +47,7 @@ FILE = click.Path(exists=True, dir_okay=False)
 @click.option("--allow-changes", is_flag=True, help="Let visitors send dead letters again.")
 @click.option("--with-parent", is_flag=True, hidden=True)
 @TEXT_OR_JSON
-def console(port: int, with_parent: bool, allow_changes: bool, output: str, **options: Any) -> int:
+def console(port: int | None, with_parent: bool, allow_changes: bool, output: str, **options: Any) -> int:
     """Show brokers, topics, groups and the doctor's findings in a browser. SIGTERM or Ctrl-C stops it.
 
     It listens on this machine only, and uses the login of your settings: every user of this machine can see what you
@@ -82,11 +80,11 @@ def console(port: int, with_parent: bool, allow_changes: bool, output: str, **op
 
     visitors = Visitors(access, settings.config_file, doctor_of, with_login=with_login)
     rules = ConsoleRules([*HOSTS, *place.names, place.host], allow_changes)
-    with _listen(place.host, port) as listener:
-        port = listener.getsockname()[1]
-        url = place.url(port)
+    with _listen(place.host, free_port(place.host) if port is None else port) as listener:
+        number = listener.getsockname()[1]
+        url = place.url(number)
         if not with_login and is_exposed(place.host):
-            say(f"Security is off: every client that reaches {place.host}:{port} sees the pages.", fg="yellow")
+            say(f"Security is off: every client that reaches {place.host}:{number} sees the pages.", fg="yellow")
         if output == "json":
             print_json_line({"console": url})
         else:

@@ -1,7 +1,8 @@
 """metamq: a pull-style message queue for Python and Spark.
 
 The public names are in this module and are imported on first use (PEP 562): `import metamq` stays fast.
-The asyncio versions of `Producer`, `Consumer` and `Admin` are in `metamq.aio`.
+The asyncio versions of `Producer`, `Consumer` and `Admin` are in `metamq.aio`. The types of other results are in
+`metamq.types`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ if not (Path(__path__[0]) / "client").is_dir():
 if TYPE_CHECKING:
     from metamq import aio as aio
     from metamq import errors as errors
+    from metamq import types as types
     from metamq.client.admin.admin import Admin as Admin
     from metamq.client.consumer.consumer import Consumer as Consumer
+    from metamq.client.consumer.health import ConsumerHealth as ConsumerHealth
     from metamq.client.consumer.retrying import Rollback as Rollback
     from metamq.client.fetch.message_batch import MessageBatch as MessageBatch
     from metamq.client.model import Message as Message
     from metamq.client.model import Receipt as Receipt
     from metamq.client.model import ReceiptRange as ReceiptRange
+    from metamq.client.offsets.offsets import OffsetStorage as OffsetStorage
     from metamq.client.offsets.offsets_database import DatabaseOffsets as DatabaseOffsets
     from metamq.client.offsets.offsets_file import FileOffsets as FileOffsets
+    from metamq.client.producer.outgoing import Delivery as Delivery
+    from metamq.client.producer.outgoing import ManyDelivery as ManyDelivery
+    from metamq.client.producer.producer_health import ProducerHealth as ProducerHealth
     from metamq.client.scan.scan import Scan as Scan
     from metamq.client.scan.scan import scan as scan
     from metamq.client.schemas.topic import Topic as Topic
@@ -36,25 +43,32 @@ if TYPE_CHECKING:
     from metamq.tx.app.aio_dead_letters import LetterFilter as LetterFilter
     from metamq.tx.app.dead_letters import DeadLetterQueue as DeadLetterQueue
     from metamq.tx.app.producer import Producer as Producer
+    from metamq.zk.cluster.schemas import Schema as Schema
     from metamq.zk.cluster.topics import FlushEvery as FlushEvery
     from metamq.zk.partitions import TopicPartition as TopicPartition
 
 _HOME = {
     "Admin": "metamq.client.admin.admin",
     "Consumer": "metamq.client.consumer.consumer",
+    "ConsumerHealth": "metamq.client.consumer.health",
     "DatabaseOffsets": "metamq.client.offsets.offsets_database",
     "DeadLetter": "metamq.tx.app.aio_dead_letters",
     "DeadLetterQueue": "metamq.tx.app.dead_letters",
+    "Delivery": "metamq.client.producer.outgoing",
     "FileOffsets": "metamq.client.offsets.offsets_file",
     "FlushEvery": "metamq.zk.cluster.topics",
     "LetterFilter": "metamq.tx.app.aio_dead_letters",
+    "ManyDelivery": "metamq.client.producer.outgoing",
     "Message": "metamq.client.model",
     "MessageBatch": "metamq.client.fetch.message_batch",
+    "OffsetStorage": "metamq.client.offsets.offsets",
     "Producer": "metamq.tx.app.producer",
+    "ProducerHealth": "metamq.client.producer.producer_health",
     "Receipt": "metamq.client.model",
     "ReceiptRange": "metamq.client.model",
     "Rollback": "metamq.client.consumer.retrying",
     "Scan": "metamq.client.scan.scan",
+    "Schema": "metamq.zk.cluster.schemas",
     "SecurityConfig": "metamq.security.config",
     "Topic": "metamq.client.schemas.topic",
     "TopicPartition": "metamq.zk.partitions",
@@ -64,19 +78,25 @@ _HOME = {
 __all__ = [
     "Admin",
     "Consumer",
+    "ConsumerHealth",
     "DatabaseOffsets",
     "DeadLetter",
     "DeadLetterQueue",
+    "Delivery",
     "FileOffsets",
     "FlushEvery",
     "LetterFilter",
+    "ManyDelivery",
     "Message",
     "MessageBatch",
+    "OffsetStorage",
     "Producer",
+    "ProducerHealth",
     "Receipt",
     "ReceiptRange",
     "Rollback",
     "Scan",
+    "Schema",
     "SecurityConfig",
     "Topic",
     "TopicPartition",
@@ -84,13 +104,14 @@ __all__ = [
     "aio",
     "errors",
     "scan",
+    "types",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
-    if name in ("aio", "errors"):
+    if name in ("aio", "errors", "types"):
         return importlib.import_module(f"metamq.{name}")
     raise AttributeError(f"module 'metamq' has no attribute {name!r}")
 

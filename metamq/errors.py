@@ -493,10 +493,14 @@ class OwnershipLost(MetamqError):
         self.reason = reason
 
 
+_WITHOUT_BRANCH = ("dbtx", "Producer", "XAResource")
+"""The subjects of a misuse outside of a branch."""
+
+
 class TransactionError(MetamqError):
     """A transaction failed. The subclass shows the caller's next step.
 
-    `code` is the XA code (metamq.wire.xa.XACode), `xid` is the branch as `str(Xid)`.
+    `code` is the XA code (metamq.tx.XACode), `xid` is the branch as `str(Xid)`, or "" outside of a branch.
     """
 
     code: int = -3  # XAER_RMERR
@@ -505,8 +509,9 @@ class TransactionError(MetamqError):
     def __init__(
         self, xid: object, code: int, reason: str, *, hint: str | None = None, outcome: Outcome | None = None
     ) -> None:
-        super().__init__(f"transaction branch {xid}: {reason}", hint=hint, outcome=outcome)
-        self.xid = str(xid)
+        has_branch = xid not in _WITHOUT_BRANCH
+        super().__init__(f"{'transaction branch ' * has_branch}{xid}: {reason}", hint=hint, outcome=outcome)
+        self.xid = str(xid) if has_branch else ""
         self.code = int(code)
         self.reason = reason
 

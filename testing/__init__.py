@@ -24,15 +24,17 @@ if TYPE_CHECKING:
     from metamq.testing.clusters import Cluster as Cluster
     from metamq.testing.clusters import cluster as cluster
     from metamq.testing.plugin import cluster_fixture as cluster_fixture
+    from metamq.zk.server.embedded import EmbeddedZooKeeper as EmbeddedZooKeeper
 
 _HOME = {
     "BrokerProcess": "metamq.testing.broker_process",
     "Cluster": "metamq.testing.clusters",
+    "EmbeddedZooKeeper": "metamq.zk.server.embedded",
     "cluster": "metamq.testing.clusters",
     "cluster_fixture": "metamq.testing.plugin",
 }
 
-__all__ = ["BrokerProcess", "Cluster", "cluster", "cluster_fixture"]
+__all__ = ["BrokerProcess", "Cluster", "EmbeddedZooKeeper", "cluster", "cluster_fixture"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,25 +6,30 @@ if __name__ != "metamq.tx":
 from metamq.client.net.branches import BranchDescription
 from metamq.tx.app.resource import TM, Vote
 from metamq.tx.app.transactions import RecoveredXid
-from metamq.tx.app.xa_resource import XAResource
-from metamq.tx.database.coordinator import Coordinator
+from metamq.tx.app.xa_resource import XAResource, XASettings
+from metamq.tx.database.coordinator import CoordinatedTransaction, Coordinator, TpcConnection
 from metamq.tx.database.coordinator_core import Settled
 from metamq.tx.database.dbtx import create_outcome_table, dbtx
-from metamq.tx.database.manager import join_transaction
+from metamq.tx.database.manager import DataManager, Savepoint, join_transaction
 from metamq.tx.database.recoverer import Recovered, Recoverer
 from metamq.wire.xa import XACode, Xid
 
 __all__ = [
     "TM",
     "BranchDescription",
+    "CoordinatedTransaction",
     "Coordinator",
+    "DataManager",
     "Recovered",
     "RecoveredXid",
     "Recoverer",
+    "Savepoint",
     "Settled",
+    "TpcConnection",
     "Vote",
     "XACode",
     "XAResource",
+    "XASettings",
     "Xid",
     "create_outcome_table",
     "dbtx",

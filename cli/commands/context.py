@@ -106,6 +106,9 @@ def use(name: str | None, none: bool, output: str) -> None:
         print_json({"in_use": name})
     else:
         say("No context is in use." if name is None else f"Context {name} is in use.")
+    choice = current().choice()
+    if name is not None and choice.name != name:
+        say(f"But commands in this shell work on {current().access().zookeeper}: {choice.source} wins.", fg="yellow")
 
 
 @context.command()

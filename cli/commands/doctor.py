@@ -26,6 +26,7 @@ from metamq.cli.show.replica_view import RECENT_MS, Finding, damage_faults, fail
 from metamq.cli.show.topic_view import not_served, refuses_writes, size_in_words
 from metamq.cli.show.units import show_age, show_bytes
 from metamq.client.admin.admin_brokers import children
+from metamq.client.admin.admin_groups import describe_group
 from metamq.client.admin.admin_replicas import describe_broker, failover_of
 from metamq.client.admin.admin_topics import describe_topics, read_configs
 from metamq.client.admin.admin_transactions import open_branches
@@ -43,6 +44,8 @@ from metamq.zk.cluster.node_acls import open_groups, wrong_nodes
 from metamq.zk.documents import collect_skipped
 from metamq.zk.groups.members import owned_partitions, read_members
 from metamq.zk.groups.plans import PLAN_BYTES_MAX, PLAN_HINT, read_plan
+from metamq.zk.groups.settled_letters import read_settled
+from metamq.zk.names import DEAD_LETTER_SUFFIX
 from metamq.zk.security.lists import damaged_lists
 from metamq.zk.server import jars
 from metamq.zk.server.java import find_java, java_version
@@ -52,7 +55,6 @@ from metamq.zk.servers import parse_servers
 if TYPE_CHECKING:
     from metamq.client.admin.admin_model import TopicDescription
     from metamq.client.settings import ClusterAccess
-    from metamq.zk.session.session import Session
 
 UNREACHABLE = 3
 TIMEOUT_S = 5.0
@@ -252,7 +254,7 @@ async def _look_inside(access: ClusterAccess, report: Callable[[Finding], None])
         if access.security.is_on:
             await _checked("certificates", _certificates(access.security, cluster), report)
         await _look_at_topics(cluster, without_master, report)
-        await _look_at_groups(session, report)
+        await _look_at_groups(cluster, report)
         await _look_at_transactions(cluster, without_master, report)
     finally:
         await cluster.close()
@@ -430,11 +432,40 @@ def _topic(found: TopicDescription, without_master: set[int]) -> Finding:
     if refusals:
         hint = f"See `metamq ha status`; or, with less safety: `metamq topic alter {name} --min-insync ...`."
         return Finding(what, "problem", f"{size_in_words(found)}; {'; '.join(refusals)}", hint)
+    if name.endswith(DEAD_LETTER_SUFFIX):
+        return await _dead_letters(cluster, found)
     return Finding(what, "ok", size_in_words(found))
 
 
-async def _look_at_groups(session: Session, report: Callable[[Finding], None]) -> None:
+async def _dead_letters(cluster: ClusterClient, found: TopicDescription) -> Finding:
+    """Reports the letters of a group that are not settled."""
+    group = found.topic.removesuffix(DEAD_LETTER_SUFFIX)
+    starts = {part.partition: part.start_offset or 0 for part in found.partitions}
+    settled = (await read_settled(cluster.session, group)).of_topic(found.config.id, starts)
+    done = sum(
+        max(min(end, part.stable_offset) - max(begin, starts[part.partition]), 0)
+        for part in found.partitions
+        if part.stable_offset is not None
+        for begin, end in settled.settled.get(part.partition, ())
+    )
+    left = (found.messages or 0) - done
+    if left <= 0:
+        return Finding(f"topic {found.topic}", "ok", size_in_words(found))
+    detail = f"{count(left, 'dead letter')} of group {group}"
+    return Finding(f"topic {found.topic}", "warning", detail, f"`metamq dlq list {group}` shows them.")
+
+
+async def _without_members(cluster: ClusterClient, name: str, size: str) -> Finding:
+    lag = (await describe_group(cluster, name)).lag
+    if not lag:
+        return Finding(f"group {name}", "ok", size)
+    hint = f"Start a consumer, or remove the group with `metamq group delete {name}`."
+    return Finding(f"group {name}", "warning", f"{size}; {count(lag, 'message')} to read", hint)
+
+
+async def _look_at_groups(cluster: ClusterClient, report: Callable[[Finding], None]) -> None:
     """Checks that members, plans and owners are readable, owners are members, and each member has a partition."""
+    session = cluster.session
 
     async def look(name: str) -> Finding:
         present = {}
@@ -463,7 +494,7 @@ async def _look_at_groups(session: Session, report: Callable[[Finding], None]) -
             waits = {plan is not None and has_no_topic(member, plan) for member in idle}
             hint = " ".join(IDLE_HINTS[is_without_topic] for is_without_topic in sorted(waits))
             return Finding(f"group {name}", "warning", f"{size}; {'; '.join(reasons)}", hint)
-        return Finding(f"group {name}", "ok", size)
+        return Finding(f"group {name}", "ok", size) if present else await _without_members(cluster, name, size)
 
     for name in await children(session, session.paths.groups()):
         await _checked(f"group {name}", look(name), report)

@@ -94,7 +94,7 @@ class Admin:
 
         `partitions` is the total, spread evenly over the live brokers, or over `brokers` (broker ids). `settings`:
         flush, retention_ms, retention_bytes, cleanup, segment_bytes, max_message_bytes, min_insync, replication; see
-        metamq.zk.cluster.topics.TopicConfig. A setting that is not given has the cluster's default, see
+        metamq.types.TopicConfig. A setting that is not given has the cluster's default, see
         set_topic_defaults().
 
         With exist_ok=True an existing topic stays unchanged, even if its partitions or settings differ, and the call

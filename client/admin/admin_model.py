@@ -17,7 +17,7 @@ partition, or an offset for each of some partitions."""
 
 
 class TopicSettings(TypedDict, total=False):
-    """A topic's settings; metamq.zk.cluster.topics.TopicConfig describes them."""
+    """A topic's settings; metamq.types.TopicConfig describes them."""
 
     flush: Flush
     retention_ms: int | None

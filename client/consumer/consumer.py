@@ -73,7 +73,7 @@ class Consumer(ConsumerApi[T]):
     consumer_id: the member's name in its group, not in use by another member; the default is a new, unique name.
     config:      a TOML file; its [consumer] section has the settings below.
     settings:    commit_interval_ms, fetch_wait_ms, fetch_min_bytes, fetch_max_bytes, partition_fetch_max_bytes,
-                 prefetch_bytes, session_timeout_ms, read_from; see metamq.client.fetch.consumer_options.
+                 prefetch_bytes, session_timeout_ms, read_from; see metamq.types.ConsumerOptions.
 
     A message, or batch, is done when the loop asks for the next one, or when the `with` block ends without an
     exception. Membership is the ZooKeeper session: a handler may take any time without losing its partitions.

@@ -11,7 +11,7 @@ from metamq.client.admin.admin_core import WAIT_S
 from metamq.client.admin.admin_model import TopicSettings
 from metamq.client.admin.admin_topics import create_topic
 from metamq.client.producer.aio_producer import BaseProducer
-from metamq.errors import ConfigError, TopicExists
+from metamq.errors import ConfigError, DecodeError, TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.words import count
 from metamq.zk.names import DEAD_LETTER_SUFFIX
@@ -65,7 +65,10 @@ class DeadLetters:
     async def send(self, message: Message[Any], value: bytes, error: Exception, attempts: int) -> None:
         """Sends a message and returns when it is stored. Raises the errors of a delivery."""
         times = count(attempts, "attempt")
-        log.warning("given up after %s, to %s: %r", times, self.topic, message[:3], exc_info=error)
+        if isinstance(error, DecodeError):  # the value is at fault, and no code of the listener
+            log.warning("given up, to %s: %s", self.topic, error.problem)
+        else:
+            log.warning("given up after %s, to %s: %r", times, self.topic, message[:3], exc_info=error)
         producer = await self._open()
         await producer.send(self.topic, value, message.key, dead_letter_headers(message, error, attempts))
 

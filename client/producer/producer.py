@@ -42,7 +42,7 @@ class BaseProducer(ProducerApi[T]):
                 limit) or "raise" BufferFull.
     config:     a TOML file; its [producer] section has the settings below.
     settings:   linger_ms, batch_bytes, buffer_bytes, max_message_bytes, compression, partitioner, delivery_timeout_s,
-                request_timeout_s; see metamq.client.producer.producer_core.ProducerOptions.
+                request_timeout_s; see metamq.types.ProducerOptions.
 
     Every message is stored once, also if a request is repeated. Messages with a key, and those sent to a partition by
     name, are stored in the order of `send` within their partition, and so within a key. Messages with neither go to any

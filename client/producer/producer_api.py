@@ -34,7 +34,7 @@ class ArrowTable(Protocol):
 
 
 class ProducerSettings(TypedDict, total=False):
-    """The keyword arguments of a Producer; ProducerOptions in producer_core describes them."""
+    """The keyword arguments of a Producer; ProducerOptions describes them."""
 
     linger_ms: float
     batch_bytes: int

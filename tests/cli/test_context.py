@@ -53,6 +53,8 @@ def test_options_come_before_variables_and_variables_before_the_context_in_use(
     assert shown(offline, "--zookeeper", "option:1") == (None, "option:1", "--zookeeper")
     assert offline("context", "show", "--context", "one", "-o", "json").json["root"] == "/one"
     assert offline("context", "show", "--context", "one", "--root", "/x", "-o", "json").json["root"] == "/x"
+    used = offline("context", "use", "one").talk
+    assert "But commands in this shell work on variable:1: METAMQ_ZOOKEEPER wins." in used
     both = offline("context", "show", "--context", "one", "--zookeeper", "option:1")
     assert (both.status, "--zookeeper and --context both name a cluster" in both.talk) == (1, True)
 

@@ -53,6 +53,23 @@ def test_all_is_well(metamq: Metamq, topic: str) -> None:
     assert f"ok       topic {topic}: 1 partition, 1 message" in lines
 
 
+def test_dead_letters_and_a_group_without_members_are_remarks(metamq: Metamq, running: Cluster, topic: str) -> None:
+    metamq("produce", topic, "a")
+    with running.consumer(group=topic, topics=[topic], idle_timeout_s=0.5) as consumer:
+        consumer.run(lambda message: 1 / 0, max_attempts=1)
+    metamq("produce", topic, "b")
+    looked = metamq("doctor", "-o", "json")
+    findings = by_name(looked.json)
+    letters, group = findings[f"topic {topic}.dead-letter"], findings[f"group {topic}"]
+    assert (letters["status"], letters["detail"]) == ("warning", f"1 dead letter of group {topic}")
+    assert letters["hint"] == f"`metamq dlq list {topic}` shows them."
+    assert (group["status"], group["detail"]) == ("warning", "0 members, 0 partitions owned; 1 message to read")
+    assert looked.status == 0
+    metamq("dlq", "purge", topic, "--yes")
+    assert by_name(metamq("doctor", "-o", "json").json)[f"topic {topic}.dead-letter"]["status"] == "ok"
+    metamq("group", "delete", topic, "--yes")
+
+
 NOT_REGISTERED = "no connection to broker 0: it is not registered in ZooKeeper"
 WAITING = {
     "produce": ". `metamq doctor` shows the problem.\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ class Producer(TransactionalProducer[T], aio_producer.BaseProducer[T]):
             await one.outbox.until_half()
         await self._core.drain()
 
-    def transaction(self, *, timeout_s: float = 0.0) -> _Block:
+    def transaction(self, *, timeout_s: float = 0.0) -> AbstractAsyncContextManager[Xid]:
         """Returns a block for messages of this task. Readers see all of them after the block, or none if it raises.
 
             async with producer.transaction():

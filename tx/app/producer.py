@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
         if one.outbox.is_full and self._core.wait_s != 0:
             self._background.run(one.outbox.until_half())
 
-    def transaction(self, *, timeout_s: float = 0.0) -> _Block:
+    def transaction(self, *, timeout_s: float = 0.0) -> AbstractContextManager[Xid]:
         """Returns a block for messages of this thread. Readers see all of them after the block, or none if it raises.
 
             with producer.transaction():

@@ -189,7 +189,7 @@ class XACore(OwnCluster):
         message = checked_message(value, key, headers, partition, timestamp)
         work = self._current
         if work is None:
-            raise BranchMisuse("(none)", XACode.PROTO, "the resource works in no branch", hint="start() one.")
+            raise BranchMisuse("XAResource", XACode.PROTO, "the resource works in no branch", hint="start() one.")
         work.staging.add(await self.cluster.topic(topic), message)
         full = work.staging.full(self.broker_id)
         if full:

@@ -94,7 +94,7 @@ class TransactionalProducer(ProducerApi[T]):
             transactions.blocks.discard(block)
             self._set_transactions(transactions.any)
 
-    def _check_outside_blocks(self, xid: object = "(none)") -> None:
+    def _check_outside_blocks(self, xid: object = "Producer") -> None:
         """Raises BranchMisuse inside of a block."""
         blocks = self._transactions.blocks
         if not blocks:
@@ -185,7 +185,7 @@ class TransactionalProducer(ProducerApi[T]):
         self._check_usable()
         one = self._tpc()
         if one is None:
-            raise misuse("(none)", "tpc_prepare() needs a tpc_begin() in this thread or task before")
+            raise misuse("Producer", "tpc_prepare() needs a tpc_begin() in this thread or task before")
         if one.prepared is not None:
             raise misuse(one.xid, "tpc_prepare() was called before")
         return self._transactions.prepare(one)
@@ -227,7 +227,7 @@ class TransactionalProducer(ProducerApi[T]):
         self._check_usable()
         one = self._tpc()
         if one is None:
-            raise misuse("(none)", f"{call} without an id needs a tpc_begin() in this thread or task before")
+            raise misuse("Producer", f"{call} without an id needs a tpc_begin() in this thread or task before")
         return one
 
     def _outside(self, call: str, xid: Xid | str) -> Xid:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class XASettings(TypedDict, total=False):
-    """The settings of metamq.tx.app.resource.XAOptions."""
+    """The keyword arguments of an XAResource, as `settings`."""
 
     batch_bytes: int
     max_message_bytes: int

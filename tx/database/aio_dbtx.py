@@ -116,7 +116,7 @@ class dbtx(DatabaseBlock):
             raise
         forgotten = None
         if error is None and self._sends_left:
-            forgotten = error = BranchMisuse("(none)", XACode.PROTO, _FORGOTTEN, hint="Write `await tx.send(...)`.")
+            forgotten = error = BranchMisuse("dbtx", XACode.PROTO, _FORGOTTEN, hint="Write `await tx.send(...)`.")
         try:
             await self._leave(error)
         finally:

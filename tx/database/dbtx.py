@@ -91,7 +91,7 @@ class DatabaseBlock(ABC):
         self._driver = await database.driver()
         other = _last.get(id(self._driver))
         if other is not None and other._work is not None:
-            raise BranchMisuse("(none)", XACode.PROTO, "the connection is in a dbtx already, and they cannot be nested")
+            raise BranchMisuse("dbtx", XACode.PROTO, "the connection is in a dbtx already, and they cannot be nested")
         try:
             identity, self._mark = await self._outcomes.begin(database)
         except BaseException as error:
@@ -108,7 +108,7 @@ class DatabaseBlock(ABC):
 
     def _working(self) -> GlobalTransaction:
         if self._work is None:
-            raise BranchMisuse("(none)", XACode.PROTO, "the block has ended")
+            raise BranchMisuse("dbtx", XACode.PROTO, "the block has ended")
         self._producer._check_usable()
         return self._work
 

@@ -102,9 +102,9 @@ class DataManager:
         """Sorts before the managers of databases, whose keys begin with a tilde: they commit last."""
         return f"metamq:{self._work.gtrid.hex()}"
 
-    def savepoint(self) -> _Savepoint:
+    def savepoint(self) -> Savepoint:
         """Returns a savepoint. Later messages wait in memory, up to `buffer_bytes`: it can take them back."""
-        return _Savepoint(self._outbox, self._outbox.savepoint())
+        return Savepoint(self._outbox, self._outbox.savepoint())
 
     def tpc_begin(self, transaction: Any) -> None:
         """Does nothing."""
@@ -170,7 +170,9 @@ class DataManager:
             log.warning("a branch of %s waits for a recoverer: %s", self._work.name, failure)
 
 
-class _Savepoint(NamedTuple):
+class Savepoint(NamedTuple):
+    """A place among the messages of a DataManager."""
+
     outbox: Outbox
     sent: int
 
