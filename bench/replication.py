@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import latency
 import psutil
@@ -53,7 +53,7 @@ class Pair:
 
 
 @contextmanager
-def pair(**settings: object) -> Iterator[Pair]:
+def pair(**settings: Any) -> Iterator[Pair]:
     """Yields a master, with these settings, and its slave, which is not started yet."""
     with tempfile.TemporaryDirectory() as folder, cluster(folder=Path(folder), **settings) as running:
         made = Pair(running)

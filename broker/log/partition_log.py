@@ -6,17 +6,15 @@ The log is a sequence of segments. The last one is active: batches are appended 
 too large. The others never change. metamq.broker.log.durable explains the marks that move along the log, and flushes.
 
 *Append* is the hot path and does only the minimum: stamp the broker part in place, one pwrite, then a few additions.
-Memory changes only after the write is complete. A failed or partial write leaves bytes behind the end. Readers do not
-see them, and the next recovery cuts them.
+Memory changes only after the write is complete. Bytes of a failed write are behind the end: recovery cuts them off.
 
 *A replica that copies* appends the batches that its master stamped, byte for byte: the same batches at the same
-positions. So positions mean the same on both. The state that a master's append derives from a batch follows from the
-batch's header here, too.
+positions. So positions mean the same on both. State comes from the headers of the batches.
 
 *Derived files* (.index, .producers) are written at roll, checkpoint and clean close, and may be wrong or missing: each
-has a checksum and its end in the log. There is only one rule: none may describe bytes that were replaced. So a
-cut of the log first removes, durably, the files that describe the bytes behind the cut. The file `epochs` is derived
-too; it is written at the first batch of each epoch. metamq.broker.log.disk.epochs explains its purpose.
+has a checksum and its end in the log. There is only one rule: none may describe bytes that were replaced. So a cut of
+the log first removes, durably, the files that describe the bytes behind the cut. The file `epochs` is derived, too; it
+is written at the first batch of each epoch: metamq.broker.log.disk.epochs.
 
 *Retention and checkpoints* take fsyncs, copies and removals. They run in steps, concurrently with the log's other work:
 metamq.broker.log.steps has the rules. Sealed segments are never written. The log's start moves past old segments,
@@ -78,10 +76,9 @@ class PartitionLog(DurableLog):
 
     @staticmethod
     def make(folders: Sequence[str | os.PathLike[str]], name: str, files: FileCache) -> None:
-        """Makes new logs on one disk, unless a folder has one. They are durable, except for the folders' own names.
+        """Makes new logs on one disk, unless a folder has one; durable, except for the folders' own names. Any thread.
 
-        Any thread. open() makes one as well, but waits for the disk in its own thread. `name` is for errors. Raises
-        StorageError.
+        open() makes one as well, but waits for the disk. `name` is for errors. Raises StorageError.
         """
         try:
             fresh.make_all([os.path.normpath(folder) for folder in folders], files)
@@ -574,9 +571,8 @@ class PartitionLog(DurableLog):
     def close(self, clean: bool = True, *, synced_later: bool = False) -> None:
         """Closes the files. A clean close first flushes and saves the derived files, so the next start scans nothing.
 
-        With `synced_later` the caller then waits for the whole disk, before it counts the close as clean. After a
-        failure of the disk the close is never clean. Raises StorageError if flushing fails; the files are
-        closed anyway. A second call does nothing.
+        With `synced_later` the caller waits for the whole disk before it counts the close as clean. After a failure of
+        the disk no close is clean. Raises StorageError if flushing fails; the files are closed anyway. May be repeated.
         """
         if isinstance(self._refusal, ClosedError):
             return
@@ -594,9 +590,8 @@ class PartitionLog(DurableLog):
     def _close_cleanly(self, synced_later: bool) -> None:
         self._flush_now()
         self._save_derived(clean=True)
-        if synced_later:
-            return
         try:
-            self._flush_file.sync()
+            if not synced_later:
+                self._flush_file.sync()
         except OSError as error:
             raise self._fail("the last fsync", error) from error

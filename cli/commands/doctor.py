@@ -415,7 +415,10 @@ async def _look_at_topics(cluster: ClusterClient, without_master: set[int], repo
         if name in problems:
             report(Finding(f"topic {name}", "problem", problems[name].problem, problems[name].hint))
         elif name in described:
-            report(_topic(described[name], without_master))
+            finding = _topic(described[name], without_master)
+            if finding.status == "ok" and name.endswith(DEAD_LETTER_SUFFIX):
+                finding = await _dead_letters(cluster, described[name])
+            report(finding)
     if masterless:
         brokers = listed([str(broker_id) for broker_id in sorted(set().union(*masterless.values()))])
         detail = f"not served, in whole or in part, while broker {brokers} has no master: {listed(list(masterless))}"
@@ -432,8 +435,6 @@ def _topic(found: TopicDescription, without_master: set[int]) -> Finding:
     if refusals:
         hint = f"See `metamq ha status`; or, with less safety: `metamq topic alter {name} --min-insync ...`."
         return Finding(what, "problem", f"{size_in_words(found)}; {'; '.join(refusals)}", hint)
-    if name.endswith(DEAD_LETTER_SUFFIX):
-        return await _dead_letters(cluster, found)
     return Finding(what, "ok", size_in_words(found))
 
 
