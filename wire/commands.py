@@ -359,6 +359,8 @@ class BranchInfo(NamedTuple):
     """The decider, like in Tx."""
     followers: Annotated[list[int], AtMost(FOLLOWERS_MAX)] = []  # noqa: RUF012
     """The followers, like in Tx."""
+    age_ms: int = -1
+    """Milliseconds since `prepared_us` by the broker's clock; -1: not known."""
 
 
 class BranchesReply(NamedTuple):

@@ -4,8 +4,9 @@ Offsets are in ZooKeeper. So a task reads them at intervals, and a scrape only g
 the offsets of its own partitions, at most READS_MAX of them in one round; the next round continues with the others. It
 reads a batch's header from a log only if the offset before it has changed.
 
-A partition that a group has claimed without a commit is read from its start: each other start is committed at once. An
-offset that is kept elsewhere, for example in a database, is not known here, and counts as unknown.
+A partition that a group has claimed without a commit is read from its start: each other start is committed at once. If
+the offset is kept elsewhere, for example in a database, the progress that the owner publishes stands for it; before the
+first publication the lag is unknown.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ READS_AT_ONCE = 64
 class GroupLag:
     """The lag of one group in the partitions of one topic at this broker id."""
 
-    messages: int = 0
-    oldest_s: float = 0.0
+    messages: int | None = None
+    """None: the lag of no partition is known."""
+    oldest_s: float | None = None
     unknown_partitions: int = 0
 
 
@@ -149,12 +151,14 @@ class GroupLagReader:
         return None
 
     def _reading(self, partition: Partition, record: OffsetRecord | None, before: Reading) -> Reading:
-        if record is None or record.kept_by:
+        if record is None:
             return UNKNOWN
-        committed = record.committed
         next_offset = partition.log.start_offset
-        if committed is not None and committed.topic_id == partition.topic_id:
-            next_offset = max(next_offset, committed.offset)
+        place = record.published if record.kept_by else record.committed
+        if place is not None and place.topic_id == partition.topic_id:
+            next_offset = max(next_offset, place.offset)
+        elif record.kept_by and partition.log.stable_offset > next_offset:
+            return UNKNOWN
         messages = partition.log.stable_offset - next_offset
         if messages <= 0:
             return Reading(partition.topic_id, next_offset, 0, 0)
@@ -171,9 +175,10 @@ class GroupLagReader:
             lag = lags[group, tp.topic]
             if reading is UNKNOWN:
                 lag.unknown_partitions += 1
-            elif reading.messages:
-                lag.messages += reading.messages
-                lag.oldest_s = max(lag.oldest_s, time.time() - reading.appended_us / 1e6)
+                continue
+            age_s = time.time() - reading.appended_us / 1e6 if reading.messages else 0.0
+            lag.messages = (lag.messages or 0) + reading.messages
+            lag.oldest_s = max(lag.oldest_s or 0.0, age_s)
         left_out = len(places) - len(self._readings)
         return GroupLags(dict(lags), left_out, self._config.group_lag_s, time.monotonic())
 

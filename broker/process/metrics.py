@@ -77,7 +77,7 @@ _PER_GROUP = {
     "oldest_s": ("metamq_group_lag_seconds", "At the master: age of the oldest message that a group has not committed"),
     "unknown_partitions": (
         "metamq_group_lag_unknown_partitions",
-        "At the master: partitions whose lag is not known; their offsets are kept elsewhere, or cannot be read",
+        "At the master: partitions whose lag is not known; no owner has published its progress, or it cannot be read",
     ),
 }
 _LEFT_OUT = "At the master: partitions of groups whose lag was not read yet"
@@ -208,7 +208,8 @@ def _group_lags(lags: GroupLags | None) -> Iterator[Metric]:
     families = {name: GaugeMetricFamily(*known, labels=["group", "topic"]) for name, known in _PER_GROUP.items()}
     for labels, lag in sorted(lags.by_group_and_topic.items()) if lags is not None else ():
         for name, family in families.items():
-            family.add_metric(labels, getattr(lag, name))
+            if (value := getattr(lag, name)) is not None:
+                family.add_metric(labels, value)
     yield from families.values()
     left_out = GaugeMetricFamily("metamq_group_lag_left_out_partitions", _LEFT_OUT, labels=[])
     age = GaugeMetricFamily("metamq_group_lag_age_seconds", _LAG_AGE, labels=[])

@@ -8,6 +8,7 @@ the recoverer has another user now and did not see a branch, that branch would l
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from metamq.tx.store.table import BranchPhase
@@ -41,8 +42,13 @@ def branch_page(term: TransactionTerm, query: Branches, access: Access) -> Branc
 def _info(branch: BranchState) -> BranchInfo:
     return BranchInfo(
         [*branch.xid], branch.epoch, branch.state.value, branch.owner, branch.messages, branch.bytes,
-        branch.prepared_us, [*branch.follows], [*branch.followers],
+        branch.prepared_us, [*branch.follows], [*branch.followers], _age_ms(branch),
     )  # fmt: skip
+
+
+def _age_ms(branch: BranchState) -> int:
+    """Returns the age by this broker's clock; -1 before the prepare. After a change of the master, of two clocks."""
+    return max(time.time_ns() // 1000 - branch.prepared_us, 0) // 1000 if branch.prepared_us else -1
 
 
 def _only_id(branch: BranchState) -> BranchInfo:

@@ -202,6 +202,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         concurrency: int = 4,
         max_attempts: int = 5,
         retry_delay_s: float = 0.1,
+        retry_on: type[Exception] | tuple[type[Exception], ...] = (),
         dead_letter: bool = True,
     ) -> None:
         """Calls `listener(message)` for each message and awaits the result. Like metamq.Consumer.run, with tasks
@@ -212,7 +213,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._core.check_loop_may_begin()
         order = check_run(order, dead_letter, self._plan)
         dead_letters = DeadLetters(self._access, self._plan.group) if dead_letter else None
-        policy = RetryPolicy(max_attempts, retry_delay_s)
+        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on)
         kind = {"partition": ListenerTasks, "key": KeyOrderTasks}[order]
         tasks = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver)
         with self._one_loop.begun(asyncio.current_task) as check_loop:

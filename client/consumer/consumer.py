@@ -284,6 +284,7 @@ class Consumer(ConsumerApi[T]):
         concurrency: int = 4,
         max_attempts: int = 5,
         retry_delay_s: float = 0.1,
+        retry_on: type[Exception] | tuple[type[Exception], ...] = (),
         dead_letter: bool = True,
     ) -> None:
         """Calls `listener(message)` for each message, until close(), `idle_timeout_s` or an error.
@@ -295,7 +296,9 @@ class Consumer(ConsumerApi[T]):
 
         If the listener raises, it gets the message again after `retry_delay_s` seconds, doubled each time. After
         `max_attempts` the message goes to the group's dead-letter topic; with dead_letter=False the error ends run().
-        A listener that raises metamq.Rollback gets the message again, without a limit on attempts.
+        A listener that raises metamq.Rollback, or an error of `retry_on`, gets the message again without a limit on
+        attempts: give the errors of an outage, such as `retry_on=psycopg.OperationalError`. Their pauses double, too,
+        up to 30 s. Meanwhile the messages behind it wait in order, and health() has the error.
 
         Raises WrongType for a coroutine function, and if the listener returns an awaitable: run() does not await it,
         and the message is not done. metamq.aio.Consumer awaits its listener.
@@ -303,7 +306,7 @@ class Consumer(ConsumerApi[T]):
         self._core.check_loop_may_begin()
         order = check_run(order, dead_letter, self._core.plan)
         dead_letters = DeadLetters(self._access, self._core.plan.group) if dead_letter else None
-        policy = RetryPolicy(max_attempts, retry_delay_s)
+        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on)
         kind = {"partition": ListenerPool, "key": KeyOrderPool}[order]
         pool = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver, self._background)
         with self._one_loop.begun(threading.current_thread) as check_loop:

@@ -39,6 +39,8 @@ class PartitionHealth:
     paused: bool
     last_error: str
     """The reason that the partition is not fetched now, or "". While a slave is read, it is the master's reason."""
+    handler_error: str = ""
+    """The error of a message that run() tries again, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ def health_of(state: PartitionState, last_error: str) -> PartitionHealth:
         running=tuple(state.in_flight.running) if state.in_flight is not None else (),
         paused=state.paused,
         last_error=last_error,
+        handler_error=next(iter([*state.in_flight.retrying.values()]), "") if state.in_flight is not None else "",
     )
 
 

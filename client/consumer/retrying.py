@@ -52,25 +52,36 @@ class Rollback(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The number of attempts per message, and the pauses between them."""
+    """The number of attempts per message, and the pauses between them. An error of `retry_on` is no attempt."""
 
     max_attempts: int
     retry_delay_s: float
+    retry_on: type[Exception] | tuple[type[Exception], ...] = ()
 
     def __post_init__(self) -> None:
+        kinds = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
+        if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
+            raise wrong_type("`retry_on`", "a class of exceptions, or a tuple of them", self.retry_on)
         check_whole("max_attempts", self.max_attempts, 1)
         check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
 
-    def pause_after(self, error: Exception, failed_attempts: int) -> float | None:
+    def counts(self, error: Exception) -> bool:
+        """Returns True if the error is a failed attempt: not a Rollback, and not of `retry_on`."""
+        return not isinstance(error, Rollback) and not isinstance(error, self.retry_on)
+
+    def pause_after(self, error: Exception, failed_attempts: int, outages: int = 0) -> float | None:
         """Returns the seconds until the next attempt, or None to give up.
 
-        `failed_attempts` includes this one, unless it ended with Rollback.
+        `failed_attempts` includes this one if it counts. `outages`: the errors of `retry_on` in a row, with this one.
         """
         if isinstance(error, Rollback):
             return error.delay_s
-        if failed_attempts >= self.max_attempts:
-            return None
-        return min(self.retry_delay_s * 2.0 ** min(failed_attempts - 1, DOUBLINGS_MAX), RETRY_DELAY_MAX_S)
+        if not self.counts(error):
+            return self._pause(outages)
+        return None if failed_attempts >= self.max_attempts else self._pause(failed_attempts)
+
+    def _pause(self, errors: int) -> float:
+        return min(self.retry_delay_s * 2.0 ** min(errors - 1, DOUBLINGS_MAX), RETRY_DELAY_MAX_S)
 
 
 def check_run(order: Order, dead_letter: bool, plan: ConsumerPlan) -> Order:
@@ -173,10 +184,22 @@ class ListenerRun(ABC):
 
         `is_rejected`: the error is that of `decode=`, so the message is decoded again first.
         """
-        failed = 0
+        offset = message.offset
+        try:
+            return await self._try_until_over(in_flight, message, error, is_rejected=is_rejected)
+        finally:
+            in_flight.retrying.pop(offset, None)
+
+    async def _try_until_over(
+        self, in_flight: InFlightBatch, message: Message[Any], error: Exception, *, is_rejected: bool
+    ) -> bool:
+        failed = outages = 0
         while True:
-            failed += not isinstance(error, Rollback)
-            pause_s = self.policy.pause_after(error, failed)
+            counts = self.policy.counts(error)
+            failed += counts
+            outages = 0 if counts else outages + 1
+            pause_s = self.policy.pause_after(error, failed, outages)
+            in_flight.retrying[message.offset] = f"{type(error).__name__}: {error}"
             if (processing := in_flight.processing_of(message.offset)) is not None:
                 processing.failed(message.offset, error, is_final=pause_s is None)
             if pause_s is None:

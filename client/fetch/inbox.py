@@ -153,6 +153,8 @@ class InFlightBatch:
     """True if the rest must not be delivered here: it goes to another owner, or is delivered again."""
     processing: Processing | None = None
     """The telemetry of this batch until the handler releases it."""
+    retrying: dict[int, str] = field(default_factory=dict)
+    """The last errors of the messages that run() tries again, by offset. The handlers write it, any thread reads it."""
 
     def iterate(self) -> Iterator[tuple[Any, ...]]:
         """Iterates over the messages' fields. Ends early if the rest is taken back, or after a slice if the lease is

@@ -73,6 +73,8 @@ class BranchDescription(NamedTuple):
     """The broker id of the branch with the same xid whose decision this branch follows by itself."""
     followers: tuple[int, ...] = ()
     """The broker ids of the branches that follow this decided branch."""
+    age_ms: int = -1
+    """Milliseconds since the prepare, by the broker's clock; -1: not prepared, or the broker does not report it."""
 
 
 @dataclass(eq=False)
@@ -273,6 +275,7 @@ class TxClient:
                         reply.history,
                         info.follows[0] if info.follows else None,
                         tuple(info.followers[::2]),
+                        info.age_ms,
                     )
                 )
                 after = info.epoch

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kazoo.client import KazooClient
 from prometheus_client.parser import text_string_to_metric_families
 
 import metamq
@@ -70,16 +72,43 @@ def test_the_lag_of_a_group_falls_with_its_commits(running: Cluster) -> None:
     assert found["metamq_group_lag_age_seconds", "", ""] < SLOW_S
 
 
-def test_offsets_in_a_database_are_unknown(running: Cluster, tmp_path: Path) -> None:
-    running.create_topic("bills", partitions=3)
-    with running.producer() as producer:
-        producer.send_many("bills", [b"1"] * 10).result(60)
+def test_offsets_in_a_database_are_known_by_the_published_progress(running: Cluster, tmp_path: Path) -> None:
+    """The owner publishes its progress every few seconds, and a group whose owner has gone keeps the last one."""
+    running.create_topic("bills", partitions=1)
     storage = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "offsets.db", check_same_thread=False))
     asyncio.run(storage.create_table())
-    with running.consumer(topics="bills", group="books", offsets=storage, auto_commit=False):
-        unknown = ("metamq_group_lag_unknown_partitions", "books", "bills")
-        found = until(running.broker, lambda found: found.get(unknown) == 3)
-    assert found["metamq_group_lag_messages", "books", "bills"] == 0
+    messages, seconds = (f"metamq_group_lag_{what}" for what in ("messages", "seconds"))
+    with running.producer() as producer:
+        producer.send_many("bills", [b"1"] * 10).result(60)
+        with running.consumer(topics="bills", group="books", offsets=storage, auto_commit=True) as one:
+            for message in one:
+                if message.offset == 3:
+                    break
+        found = until(running.broker, lambda found: found.get((messages, "books", "bills"), 10) < 10)
+        assert found[seconds, "books", "bills"] > 0
+        assert found["metamq_group_lag_unknown_partitions", "books", "bills"] == 0
+        left = found[messages, "books", "bills"]
+        producer.send("bills", b"2").result(60)
+        until(running.broker, lambda found: found[messages, "books", "bills"] == left + 1)
+
+
+def test_a_lag_that_is_not_known_has_no_sample(running: Cluster) -> None:
+    """An owner that ended before it published its progress leaves its offset node without one."""
+    running.create_topic("letters", partitions=3)
+    with running.producer() as producer:
+        for number in range(3):
+            producer.send("letters", b"1", partition=f"0-{number}").result(60)
+    documents = {"next": None, "epoch": None, "topic_id": None, "generation": 1, "consumer": "c", "kept_by": "files"}
+    zookeeper = KazooClient(running.zookeeper)
+    zookeeper.start()
+    for number in range(3):
+        path = f"/meta/consumers/copies/offsets/letters/0-{number}"
+        zookeeper.create(path, json.dumps(documents).encode(), makepath=True)
+    zookeeper.stop()
+    zookeeper.close()
+    unknown = ("metamq_group_lag_unknown_partitions", "copies", "letters")
+    found = until(running.broker, lambda found: found.get(unknown) == 3)
+    assert not {name for name, group, _topic in found if group == "copies"} - {unknown[0]}
 
 
 def test_a_slave_shows_no_lags() -> None:

@@ -18,6 +18,7 @@ from metamq.client.consumer.dead_letters import dead_letter_headers, dead_letter
 from metamq.client.consumer.retrying import RETRY_DELAY_MAX_S, RetryPolicy
 from metamq.errors import ConfigError, DecodeError, WrongType
 from tests.client.idle import all_of, run_until
+from tests.parts import wait_until
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -45,6 +46,14 @@ def test_a_rollback_is_no_failure() -> None:
     policy = RetryPolicy(max_attempts=1, retry_delay_s=0.1)
     for _ in range(100):
         assert policy.pause_after(Rollback(2.5), 0) == 2.5
+
+
+def test_an_error_of_retry_on_has_no_limit_and_a_growing_pause() -> None:
+    policy = RetryPolicy(max_attempts=1, retry_delay_s=0.1, retry_on=(OSError,))
+    assert [policy.pause_after(ConnectionError(), 0, outages) for outages in (1, 2, 500)] == [0.1, 0.2, 30.0]
+    assert policy.pause_after(ValueError(), 1) is None
+    with pytest.raises(WrongType, match="retry_on"):
+        RetryPolicy(1, 0.1, ("OSError",))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("attempts", "delay_s"), [(0, 0.1), (-1, 0.1), (3, -0.1), (3, math.nan)])
@@ -169,6 +178,40 @@ def test_a_message_that_is_rolled_back_comes_again_as_often_as_that(shop: Shop, 
     with shop.consumer(topic, group, idle_timeout_s=0.3) as consumer:
         run_until(lambda: seen.counts[2], consumer, seen, max_attempts=1)
     assert seen.order["0-0"] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_an_outage_makes_no_dead_letters_and_health_shows_it(shop: Shop, group: str, order: Any) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 3)
+    is_down, handled = threading.Event(), []
+    is_down.set()
+
+    def during_an_outage(message: Message[Any]) -> None:
+        if is_down.is_set():
+            raise ConnectionRefusedError("the database is down")
+        handled.append(message.offset)
+
+    settings = {"order": order, "max_attempts": 1, "retry_delay_s": 0.001, "retry_on": OSError}
+    with shop.consumer(topic, group) as consumer:
+        running = threading.Thread(target=partial(consumer.run, during_an_outage, **settings))
+        running.start()
+
+        def shown() -> set[str]:
+            return {one.handler_error for one in consumer.health().partitions.values()}
+
+        wait_until(lambda: shown() == {"ConnectionRefusedError: the database is down"}, what="the error in health()")
+        assert not handled
+        is_down.clear()
+        wait_until(lambda: len(handled) == 3 and shown() == {""}, what="the end of the outage")
+        is_down.set()
+        shop.numbers(topic, 1)
+        wait_until(lambda: shown() != {""}, what="the second outage")
+        consumer.stop()
+        running.join(60)
+        assert not running.is_alive()
+    assert handled == [0, 1, 2] if order == "partition" else sorted(handled) == [0, 1, 2]
+    assert shop.committed(group)[tp(topic)] == 3
 
 
 @pytest.mark.slow

@@ -337,6 +337,20 @@ def test_a_recoverer_finishes_what_was_left_as_the_database_has_decided(
     assert rows(database) == messages(running, topic) == [b"decided"]
 
 
+def test_a_new_recoverer_knows_the_age_of_a_branch_as_in_a_cron_job(
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any, connect: Connect
+) -> None:
+    leave(database, producer, topic, b"decided", decided=True)
+    leave(database, producer, topic, b"undecided", decided=False)
+
+    def one_pass() -> Recovered:
+        with Recoverer(connect, running.zookeeper, grace_s=1) as recoverer:
+            return recoverer.run_once()
+
+    wait_until(lambda: one_pass() == Recovered(0, 0, 0), what="the end of both branches")
+    assert messages(running, topic) == [b"decided"]
+
+
 def test_a_young_branch_and_another_databases_are_left_alone(
     running: Cluster,
     topic: str,

@@ -1,8 +1,10 @@
 """Recoverer: finishes the branches that dbtx left prepared, as the database has decided. Any process may run one.
 
-A branch that is seen for the first time is left alone for `grace_s`: most likely its application finishes it soon. Then
-the recoverer asks the database. If there is no decision, the question decides `abort` (metamq.tx.database.outcomes).
-Several recoverers may run at the same time: each step may be repeated.
+A prepared branch that is younger than `grace_s` is left alone: most likely its application finishes it soon. Then the
+recoverer asks the database. If there is no decision, the question decides `abort` (metamq.tx.database.outcomes). So the
+age decides when a branch is ended, and never how: a wrong clock can only refuse an application that is still at work.
+The age is the broker's, which set the time of the prepare, or the time since this object first saw the branch. Several
+recoverers may run at the same time: each step may be repeated.
 
 A decision is forgotten only when every broker id has answered that it has no prepared branch of the transaction: a
 broker that is down may have one.
@@ -148,7 +150,8 @@ class Recoverer:
         done: Counter[str] = Counter()
         silent: set[int] = set()
         for branch in branches:
-            if now_s - self._seen[_key(branch)] < self._grace_s or branch.broker_id in silent:
+            age_s = max(now_s - self._seen[_key(branch)], branch.age_ms / 1000)
+            if age_s < self._grace_s or branch.broker_id in silent:
                 continue
             outcome = self._do(database, outcomes.decide(database, branch.xid.gtrid))
             if outcome is None:
