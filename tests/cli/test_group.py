@@ -55,8 +55,11 @@ def test_offsets_that_are_not_in_zookeeper_are_not_said_to_be_reset(
 ) -> None:
     with running.consumer(group=topic, topics=[topic], offsets=FileOffsets(tmp_path / "offsets")) as consumer:
         until(lambda: consumer.assignment)
+        metamq("produce", topic, "a")
+        consumer.commit(next(iter(consumer)))
+        until(lambda: "1*" in metamq("group", "describe", topic).text)
     lines = metamq("group", "describe", topic).text.splitlines()
-    assert lines[-1] == f"Offsets are kept by FileOffsets, not in ZooKeeper: {topic}/0-0"
+    assert lines[-1] == f"Offsets are kept by FileOffsets, not in ZooKeeper (*: published by the owner): {topic}/0-0"
     for more in ([], ["--dry-run"]):
         ended = metamq("group", "reset", topic, topic, "--to", "earliest", "--yes", *more)
         assert (ended.status, ended.data) == (1, b"")

@@ -135,7 +135,7 @@ def test_one_within_another_would_commit_half_of_it_and_is_refused(
     with dbtx(database, producer) as outer:
         insert(database, b"1")
         outer.send(topic, b"1")
-        with pytest.raises(BranchMisuse, match="^dbtx: the connection is in a dbtx already"), dbtx(database, producer):
+        with pytest.raises(BranchMisuse, match=r"^dbtx: the connection is in a dbtx already"), dbtx(database, producer):
             pass
         with pytest.raises(BranchMisuse, match="cannot be nested"), outer:
             pass
