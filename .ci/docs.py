@@ -56,6 +56,11 @@ MODULES = {
     "api-others": ("Tests, metrics, traces", ["metamq.testing", "metamq.prometheus", "metamq.otel"]),
 }  # fmt: skip
 """Spark's names are in docs/spark.md: their modules need pyspark."""
+DOWNLOADS = (
+    "monitoring/alerts.yml", "monitoring/grafana.json", "charts/metamq", "Dockerfile", "docker-compose.yml",
+    "examples/orders_postgresql.py", "examples/count_spark.py", "examples/flights_spark.ipynb",
+)  # fmt: skip
+"""Files of the checkout that the site has, too; a folder becomes an archive."""
 NO_MEMBERS = {"metamq.Message"}
 """Named tuples: their fields are in the docstring."""
 UNREADABLE = re.compile(
@@ -73,8 +78,10 @@ def main() -> None:
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "auto", "-E", "-b", "html"]
     status = subprocess.run([*command, "-c", ROOT / ".ci" / "site", PAGES, SITE], check=False).returncode
     if not status:
+        copy_downloads()
         check()
         (SITE / "llms.txt").write_text(llms())
+        (SITE / "llms-full.txt").write_text("\n".join(one.read_text() for one in sources() if one.suffix == ".md"))
         print(SITE / "index.html")
     sys.exit(status)
 
@@ -92,6 +99,9 @@ def check() -> None:
                 home = first_home(module, name)
                 if f"{home}.{name}" not in entries:
                     sys.exit(f"the site has no entry for {home}.{name}")
+    links = {link for text in pages.values() for link in re.findall(r'href="(downloads/[^"]+)"', text)}
+    if missing := [link for link in links if not (SITE / link).is_file()] or not links:
+        sys.exit(f"the site has no {missing}")
     faults = [fault for page in MODULES for fault in unreadable(page, pages[page], entries)]
     if faults:
         sys.exit("\n".join(faults))
@@ -160,11 +170,29 @@ def write_pages() -> None:
         sys.exit(f"NAV in .ci/docs.py and the pages differ: {', '.join(sorted(missing))}")
 
 
+def download(name: str) -> str:
+    """Returns the path of a download in the site."""
+    return f"downloads/{name.replace('/', '-')}{'.zip' * (ROOT / name).is_dir()}"
+
+
+def copy_downloads() -> None:
+    """Copies the files that pages link to."""
+    (SITE / "downloads").mkdir(exist_ok=True)
+    for name in DOWNLOADS:
+        target = SITE / download(name)
+        if (ROOT / name).is_dir():
+            shutil.make_archive(str(target.with_suffix("")), "zip", (ROOT / name).parent, Path(name).name)
+        else:
+            shutil.copy(ROOT / name, target)
+
+
 def linked(text: str) -> str:
     """Changes links between the files of the checkout to links between pages. Other files of the checkout are named."""
     for name, page in FROM_ROOT.items():
         text = text.replace(f"(../{name}.md", f"({page}.md").replace(f"({name}.md", f"({page}.md")
     text = text.replace("(docs/", "(")
+    for name in DOWNLOADS:
+        text = re.sub(rf"\[([^]]+)\]\((?:\.\./)?{re.escape(name)}\)", rf'<a href="{download(name)}">\1</a>', text)
     text = text.replace("```mermaid", "```text")
     return re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"`\1`", text)
 
@@ -224,6 +252,20 @@ def index() -> str:
     return "\n".join(lines)
 
 
+def sources() -> list[Path]:
+    """Returns the sources of the pages, in their order."""
+    return [next(PAGES.glob(f"{name}.*")) for names in NAV.values() for name in names]
+
+
+def first_sentence(text: str) -> str:
+    """Returns the first sentence after the title; "" if the page has no text."""
+    for paragraph in text.split("\n\n")[1:]:
+        if re.match(r"[A-Za-z`\[*]", paragraph):
+            plain_text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", " ".join(paragraph.split()))
+            return re.split(r"(?<=[.:])\s", plain_text)[0].rstrip(":")
+    return ""
+
+
 def llms() -> str:
     """Returns llms.txt: each page with its first sentence."""
     lines = ["# metamq", "", "> A pull-style message queue for Python and Spark.", ""]
@@ -232,7 +274,7 @@ def llms() -> str:
         for name in names:
             text = next(PAGES.glob(f"{name}.*")).read_text()
             title = next(line.lstrip("# ") for line in text.splitlines() if line.strip())
-            lines.append(f"- [{title}]({name}.html)")
+            lines.append(f"- [{title}]({name}.html): {first_sentence(text)}".removesuffix(": "))
         lines.append("")
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@
     python orders_postgresql.py recover                   a service: finishes the transactions of a crash
 
 --database is a connection string of psycopg ("host=... dbname=..."); PGHOST and similar variables also work.
-METAMQ_ZOOKEEPER is ZooKeeper's address. Needs `pip install metamq "psycopg[binary]"`.
+METAMQ_ZOOKEEPER is ZooKeeper's address. Needs `pip install . "psycopg[binary]"`, in a checkout.
 """
 
 from __future__ import annotations

@@ -103,6 +103,10 @@ def _description_json(one: GroupDescription) -> dict[str, Any]:
     }
 
 
+def _committed(part: GroupPartition) -> int | str | None:
+    return part.committed if part.progress is None else f"{part.progress:,}*"
+
+
 def _print_description(one: GroupDescription) -> None:
     strategy = f", strategy {one.strategy}" if one.strategy else ""
     owner = f", of {one.owner}" if one.owner else ""
@@ -112,12 +116,12 @@ def _print_description(one: GroupDescription) -> None:
         print_table(
             ["PARTITION", "COMMITTED", "END", "LAG", "OWNER"],
             [
-                [f"{part.topic}/{part.partition}", part.committed, part.end, part.lag, part.owner]
+                [f"{part.topic}/{part.partition}", _committed(part), part.end, part.lag, part.owner]
                 for part in one.partitions
             ],
         )
     for keeper, names in _grouped(one, lambda part: part.kept_by).items():
-        words = f"Offsets are kept by {keeper}, not in ZooKeeper: {listed(names)}"
+        words = f"Offsets are kept by {keeper}, not in ZooKeeper (*: published by the owner): {listed(names)}"
         print_line(words)
     for problem, names in _grouped(one, lambda part: part.problem).items():
         print_line(f"The end of {listed(names)} is unknown: {problem}")

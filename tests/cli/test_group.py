@@ -53,10 +53,13 @@ def test_members_are_shown_and_protect_their_group(metamq: Metamq, running: Clus
 def test_offsets_that_are_not_in_zookeeper_are_not_said_to_be_reset(
     metamq: Metamq, running: Cluster, topic: str, tmp_path: Path, until: Until
 ) -> None:
-    with running.consumer(group=topic, topics=[topic], offsets=FileOffsets(tmp_path / "offsets")) as consumer:
-        until(lambda: consumer.assignment)
+    metamq("produce", topic, "a")
+    offsets = FileOffsets(tmp_path / "offsets")
+    with running.consumer(group=topic, topics=[topic], offsets=offsets, idle_timeout_s=0.5) as consumer:
+        assert [message.value for message in consumer] == [b"a"]
     lines = metamq("group", "describe", topic).text.splitlines()
-    assert lines[-1] == f"Offsets are kept by FileOffsets, not in ZooKeeper: {topic}/0-0"
+    assert lines[2].split() == [f"{topic}/0-0", "1*", "1", "0", "-"]
+    assert lines[-1] == f"Offsets are kept by FileOffsets, not in ZooKeeper (*: published by the owner): {topic}/0-0"
     for more in ([], ["--dry-run"]):
         ended = metamq("group", "reset", topic, topic, "--to", "earliest", "--yes", *more)
         assert (ended.status, ended.data) == (1, b"")

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import unescape
@@ -25,6 +25,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from metamq.cli.show.replica_view import Finding
+from metamq.cli.up_console import PORT, PORTS_TRIED
 from metamq.client.settings import ClusterAccess
 from metamq.console import app, console_view
 from metamq.console.visitors import Visitors
@@ -68,10 +69,12 @@ class Running:
 
 
 @contextlib.contextmanager
-def console(running: Cluster, *options: str, **environment: str) -> Iterator[Running]:
+def console(
+    running: Cluster, *options: str, port: Sequence[str] = ("--port", "0"), **environment: str
+) -> Iterator[Running]:
     """Starts the command; ends it with SIGTERM, which is no failure."""
     process = subprocess.Popen(
-        [*COMMAND, "console", "--port", "0", "-o", "json", *options],
+        [*COMMAND, "console", *port, "-o", "json", *options],
         stdout=subprocess.PIPE,
         env={**unset(os.environ), "METAMQ_ZOOKEEPER": running.zookeeper, **environment},
     )
@@ -305,6 +308,14 @@ def test_a_taken_port_is_named(running: Running) -> None:
     assert done.returncode == 1
     assert f"127.0.0.1:{port}" in done.stderr
     assert "--port" in done.stderr
+
+
+def test_without_port_it_takes_the_next_free_one(running: Running) -> None:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # another process has the port
+            stack.enter_context(socket.create_server(("127.0.0.1", PORT)))
+        shown = stack.enter_context(console(running.cluster, port=()))
+        assert PORT < int(shown.url.rstrip("/").rpartition(":")[2]) < PORT + PORTS_TRIED
 
 
 def test_without_the_extra_the_next_step_is_printed(tmp_path: Path) -> None:
