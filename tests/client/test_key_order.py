@@ -465,3 +465,24 @@ def test_asyncio_an_error_ends_it(shop: Shop, group: str) -> None:
 
     asyncio.run(scenario())
     assert shop.committed(group)[tp(topic)] in {None, *range(6)}
+
+
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_an_outage_is_waited_for_in_tasks_and_makes_no_dead_letters(shop: Shop, group: str, order: Any) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 3)
+    counts: Counter[int] = Counter()
+
+    async def listener(message: Message[Any]) -> None:
+        counts[message.offset] += 1
+        if counts[message.offset] < 8:
+            raise TimeoutError("the database does not answer")
+
+    async def scenario() -> None:
+        async with aio.Consumer(shop.cluster.zookeeper, topics=topic, group=group, idle_timeout_s=0.5) as consumer:
+            while counts[2] < 8:
+                await consumer.run(listener, order=order, max_attempts=1, retry_delay_s=0.001, retry_on=TimeoutError)
+
+    asyncio.run(scenario())
+    assert counts == Counter(dict.fromkeys(range(3), 8))
+    assert sum(offset or 0 for offset in shop.committed(group).values()) == 3
