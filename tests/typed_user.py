@@ -21,11 +21,13 @@ from metamq import (
     Admin,
     Consumer,
     DatabaseOffsets,
+    Delivery,
     FileOffsets,
     FlushEvery,
     Message,
     MessageBatch,
     Producer,
+    ProducerHealth,
     Receipt,
     ReceiptRange,
     Rollback,
@@ -38,6 +40,7 @@ from metamq import (
 from metamq.errors import BufferFull, DeliveryTimeout, MetamqError, OwnershipLost
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.tx.aio import create_outcome_table, dbtx
+from metamq.types import GroupDescription
 
 Order = dict[str, int]
 
@@ -218,3 +221,7 @@ def try_it() -> None:
         with running.producer() as producer, running.consumer(topics="orders") as consumer:
             producer.send("orders", b"1").result()
             print(next(iter(consumer)).value)
+
+
+def annotated(producer: Producer[bytes], admin: Admin) -> tuple[Delivery, ProducerHealth, GroupDescription]:
+    return producer.send("orders", b"1"), producer.health(), admin.describe_group("readers")
