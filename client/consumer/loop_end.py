@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.group.assignment import Assignment, Obstacle
 from metamq.client.net import outages
-from metamq.errors import ConnectError, MetamqError, Timeout
+from metamq.errors import ConnectError, MetamqError, NotAuthorized, Timeout
 from metamq.words import count
 from metamq.zk.names import parse_partition
 
@@ -186,7 +186,7 @@ class LoopEnd:
             error = self.outages.error()
         except ValueError:  # the outage has just ended
             return None
-        return Obstacle(error, since, outages.PATIENCE_S)
+        return Obstacle(error, since, _patience_s(error))
 
     # The question for the end
 
@@ -216,7 +216,7 @@ class LoopEnd:
                     positions = self._positions()
                     doubt = await self._ask_brokers(positions)
             except MetamqError as error:
-                doubt = Obstacle(error, requested_at, outages.PATIENCE_S)
+                doubt = Obstacle(error, requested_at, _patience_s(error))
             lasts = positions == self._doubted_at and requested_at - self._ask_from < AT_ONCE_S
             if doubt is not None and self._doubt is not None and lasts and doubt.patience_s == self._doubt.patience_s:
                 doubt = doubt._replace(since=min(doubt.since, self._doubt.since))
@@ -251,6 +251,8 @@ class LoopEnd:
         for broker_id, topic_ids in by_broker.items():
             try:
                 ends = await self.finder.ends(topic_ids, master_only=True)
+            except NotAuthorized as error:
+                return Obstacle(error, requested_at, _patience_s(error))
             except MetamqError as error:
                 reason = error.reason if isinstance(error, ConnectError) else error.problem
                 away = ConnectError(
@@ -265,3 +267,8 @@ class LoopEnd:
                     late = Timeout(what, outages.PATIENCE_S, hint="`metamq doctor` checks every part.")
                     return Obstacle(late, requested_at, outages.PATIENCE_S)
         return None
+
+
+def _patience_s(error: MetamqError) -> float:
+    """Returns the seconds that a loop waits for the end of the error. A missing right does not come by itself."""
+    return 0.0 if isinstance(error, NotAuthorized) else outages.PATIENCE_S

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from metamq import Admin, Consumer, Producer, SecurityConfig
 from metamq.broker.front_door import authorisation
+from metamq.client.net import outages
 from metamq.errors import ConfigError, CorruptData, MetamqError, NotAuthorized
 from metamq.security.certificates import Authority
 from metamq.security.rights import (
@@ -322,6 +323,20 @@ def test_a_producer_and_a_consumer(secure: Cluster, authority: Authority, name: 
             list(consumer)
         admin.add_rules("allow", name, "read", "topic:shared")
         wait_until(lambda: is_read(secure, security), what="the message")
+
+
+def test_a_missing_right_ends_a_loop_at_once(
+    secure: Cluster, authority: Authority, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a wait for PATIENCE_S: the right does not come by itself. Here that wait is longer than a test."""
+    monkeypatch.setattr(outages, "PATIENCE_S", 3600.0)
+    secure.create_topic("secret", partitions=2)
+    with (
+        pytest.raises(NotAuthorized, match=f"'{name}' may not read topic:secret") as refused,
+        Consumer(secure.zookeeper, topics="secret", idle_timeout_s=1, security=of(authority, name)) as consumer,
+    ):
+        list(consumer)
+    assert "acl explain" in str(refused.value)
 
 
 def is_taken(producer: Producer, topic: str) -> bool:
