@@ -433,10 +433,9 @@ class PartitionLog(DurableLog):
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
         going = [segment for segment in going if segment.end_position <= kept]
-        archive_dir = self._config.archive_dir if self._config.cleanup == "archive" else None
-        if going and archive_dir is not None:
+        if going and self._config.cleanup == "archive" and self._config.archive_dir is not None:
             paths = [segment.path for segment in going]
-            archived = yield partial(retention.archive_all, self._files, self.name, paths, archive_dir)
+            archived = yield partial(retention.archive_all, self._files, self.name, paths, self._config.archive_dir)
             going = going[:archived]
         if not going:
             return []
@@ -446,8 +445,7 @@ class PartitionLog(DurableLog):
             yield from self.checkpoint()
         yield FLUSH  # also makes the snapshot durable: only it keeps the producer states of these segments
         self._check_writable()
-        segments = self._store.segments
-        if segments[: len(going)] != going or len(segments) == len(going):  # the log was cut
+        if (segments := self._store.segments)[: len(going)] != going or len(segments) == len(going):  # the log was cut
             return []
         going = [segment for segment in going if self._store.has_producers_from(segment.end_position)]
         removed, first = self.segments()[: len(going)], segments[len(going)]

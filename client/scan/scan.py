@@ -71,8 +71,7 @@ def scan(
     start, end:   the first message, and the first one after the table: "earliest", "latest", the first message at or
                   after an aware datetime, or {TopicPartition: offset}. A partition that the mapping leaves out is read
                   from "earliest", or up to "latest". All of it is fixed when this function returns.
-    columns:      some of topic, partition, offset, key, value, headers, timestamp, in any order; the default is all.
-                  The others are not decoded.
+    columns:      some of topic, partition, offset, key, value, headers, timestamp. No other is decoded. Default: all.
     decode:       "schema" makes `value` a struct with the fields of the newest registered schema, of JSON, Avro or
                   Arrow. A Topic instead of a name makes it a struct with the fields of its type. A field that a message
                   lacks is null; with Avro it has its default. Each row of an Arrow message is a row. A value that does

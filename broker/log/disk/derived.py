@@ -73,11 +73,11 @@ def remove_file(path: str) -> None:
     To free gigabytes in one step can keep the file system from serving writes. A file with another name stays whole: an
     archive has it. Raises OSError.
     """
-    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
-        status = os.fstat(file.fileno())
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
         for size in range(status.st_size - STEP_BYTES, 0, -STEP_BYTES) if status.st_nlink == 1 else ():
             began_s = time.monotonic()
-            os.ftruncate(file.fileno(), size)
+            os.truncate(path, size)
             time.sleep(min(max(PAUSE_SHARE * (time.monotonic() - began_s), PAUSE_S_MIN), PAUSE_S_MAX))
     unlink(path)
 

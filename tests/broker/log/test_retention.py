@@ -307,13 +307,13 @@ def test_a_large_file_goes_in_steps_but_not_the_one_in_the_archive(
     shelf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    truncate = os.ftruncate
+    truncate = os.truncate
 
-    def noted(fd: int, size: int) -> None:
+    def noted(path: str, size: int) -> None:
         sizes.append(size)
-        truncate(fd, size)
+        truncate(path, size)
 
-    monkeypatch.setattr(os, "ftruncate", noted)
+    monkeypatch.setattr(os, "truncate", noted)
     monkeypatch.setattr(derived, "STEP_BYTES", 100)
     log = shelf.open(config(retention_bytes=700))
     fill(shelf, log)
