@@ -100,10 +100,10 @@ async def test_a_killed_worker_loses_no_task(metamq_cluster: Cluster, tmp_path: 
         await kick(broker, 0, 3600)
         await kick(broker, 1)
         with worker(tmp_path, metamq_cluster, topic) as process:
-            wait_until(lambda: lines(tmp_path / "done") == [1])
+            wait_until(lambda: lines(tmp_path / "done") == [1] and sorted(lines(tmp_path / "begun")) == [0, 1])
             os.killpg(process.pid, signal.SIGKILL)
         with worker(tmp_path, metamq_cluster, topic) as process:
-            wait_until(lambda: lines(tmp_path / "done") == [1, 1])
+            wait_until(lambda: lines(tmp_path / "done") == [1, 1] and lines(tmp_path / "begun").count(0) == 2)
             os.killpg(process.pid, signal.SIGKILL)
     assert sorted(lines(tmp_path / "begun")) == [0, 0, 1, 1]
 
