@@ -31,7 +31,8 @@ NAV = {
         "console",
     ],
     "In production": [
-        "in-production", "operating", "kubernetes", "security", "monitoring", "replication", "runbook", "releases",
+        "in-production", "operating", "scaling", "kubernetes", "security", "monitoring", "replication", "runbook",
+        "releases",
     ],
     "Coming from": ["coming-from-kafka", "coming-from-rocketmq", "coming-from-celery"],
     "Explanation": [
