@@ -75,7 +75,7 @@ def damage(broker: BrokerProcess, topic: TopicConfig, offset: int) -> None:
 
 
 def metric(broker: BrokerProcess, name: str) -> float:
-    (value,) = re.findall(rf"^{name} (\S+)$", http_get(broker.http_port, "/metrics")[1], re.MULTILINE)
+    (value,) = re.findall(rf'^{name}{{broker="\d+"}} (\S+)$', http_get(broker.http_port, "/metrics")[1], re.MULTILINE)
     return float(value)
 
 

@@ -216,9 +216,13 @@ def test_a_topic_of_many_partitions_does_not_stop_the_loop_that_makes_them(parts
 
     waiting: list[threading.Thread] = []
     with LocalBroker(parts.zookeeper, tmp_path / "local", id=1) as local, parts.admin() as admin:
-        local.broker._files.sync = noted
+        local.broker._files.sync, local.broker._files.sync_disk = noted, None
         admin.create_topic("wide", partitions=60, brokers=[1])
         assert len(waiting) >= 60
+        waiting.clear()
+        local.broker._files.sync_disk = noted
+        admin.create_topic("wider", partitions=60, brokers=[1])
+        assert 2 <= len(waiting) < 60, "the disk as a whole"
         assert local.loop_thread not in waiting
 
 

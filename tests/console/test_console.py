@@ -315,6 +315,7 @@ def test_without_port_it_takes_the_next_free_one(running: Running) -> None:
         with contextlib.suppress(OSError):  # another process has the port
             stack.enter_context(socket.create_server(("127.0.0.1", PORT)))
         shown = stack.enter_context(console(running.cluster, port=()))
+        assert shown.ask("/brokers").status == 200
         assert PORT < int(shown.url.rstrip("/").rpartition(":")[2]) < PORT + PORTS_TRIED
 
 

@@ -63,7 +63,7 @@ def put(size: int, opaque: int = 1) -> bytes:
 
 
 def metric(port: int, name: str) -> float:
-    found = re.search(rf"^{name} (\S+)$", http_get(port, "/metrics")[1], re.MULTILINE)
+    found = re.search(rf'^{name}{{broker="\d+"}} (\S+)$', http_get(port, "/metrics")[1], re.MULTILINE)
     assert found is not None, name
     return float(found[1])
 

@@ -164,13 +164,14 @@ def log_bytes(data: Path) -> dict[str, bytes]:
 
 
 def metrics(broker: BrokerProcess) -> dict[tuple[str, str], float]:
-    """By name, and the value of the one label, if any."""
+    """By name, and the value of the one label besides the broker's, if any."""
     _status, text = http_get(broker.http_port, "/metrics")
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    labels = [[value for name, value in sample.labels.items() if name != "broker"] for sample in samples]
     return {
-        (sample.name, next(iter(sample.labels.values()), "")): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if len(sample.labels) < 2
+        (sample.name, next(iter(values), "")): sample.value
+        for sample, values in zip(samples, labels, strict=True)
+        if len(values) < 2
     }
 
 
