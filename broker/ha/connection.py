@@ -322,8 +322,9 @@ class HAConnection:
         self.pump_soon()
 
     def _copy_later(self) -> None:
-        wait_s = self._pace.wait_s(time.perf_counter())
-        if self._copying and wait_s:
+        """Calls pump() after the pause, which may have ended just now. The end of a read in a thread calls it, too."""
+        if self._copying and self._in_threads < THREAD_READS_MAX:
+            wait_s = self._pace.wait_s(time.perf_counter())
             self._later = self._loop.call_later(min(wait_s, STABLE_DELAY_S), self.pump)
 
     def _send_queued(self) -> None:
@@ -396,9 +397,9 @@ class HAConnection:
             self._copying.move_to_end(place, last=False)
             if self._wire.writable and self._may_copy and not self.flow.pause_s(self._now()):
                 self._send_copy()
-            self.pump_soon()
         if place not in self._reading:
             place.cold.clear()
+        self.pump_soon()  # also after a place that was detached: others wait for the thread
 
     def _news(self) -> list[tuple[int, int, int]]:
         if not self._stable_news:

@@ -11,6 +11,7 @@ import pytest
 
 from metamq.broker.data.partition import Partition
 from metamq.broker.ha.connection import FRAME_BYTES
+from metamq.broker.ha.flow import CopyPace
 from metamq.errors import MetamqError, StorageError
 from metamq.wire import sync
 from metamq.wire.batch import read_header
@@ -100,6 +101,27 @@ def test_the_loop_goes_on_while_a_chunk_is_read(play: Callable[[Play], None]) ->
         assert on.slave.link.copying, "so it does not join the in-sync set"
         assert not on.failed
         on.disk.goes.set()
+        await on.until(lambda: len(on.slave.copied) == on.partition.log.end_position)
+
+    play(scene)
+
+
+class EndsBetweenLooks(CopyPace):
+    """A pause that is there at the first look after each chunk, and over at the next one."""
+
+    looks = 0
+
+    def sent(self, now: float) -> None:
+        self.looks = 0
+
+    def wait_s(self, now: float) -> float:
+        self.looks += 1
+        return 0.001 if self.looks == 1 else 0.0
+
+
+def test_a_pause_that_ends_while_it_is_looked_at_does_not_stop_the_copy(play: Callable[[Play], None]) -> None:
+    async def scene(on: Scene) -> None:
+        on.slave.link._pace = EndsBetweenLooks()
         await on.until(lambda: len(on.slave.copied) == on.partition.log.end_position)
 
     play(scene)
