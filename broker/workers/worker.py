@@ -11,7 +11,7 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from metamq.broker.process.channel import ParentEnd
 from metamq.broker.process.pages import BAD, GOOD, SETTLED, Page
@@ -165,8 +165,8 @@ class Worker:
         self._changed(phase="serving", address=f"{self.host}:{self.port}")
         self._served()
 
-    def _changed(self, **fields: object) -> None:
-        self.state = replace(self.state, **fields)  # type: ignore[arg-type]
+    def _changed(self, **fields: Any) -> None:
+        self.state = replace(self.state, **fields)
 
     def stop(self) -> None:
         """Asks the process to end, and starts no other one."""

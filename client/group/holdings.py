@@ -107,7 +107,7 @@ class Holdings:
         self._background: set[asyncio.Task[None]] = set()
         self._reading: set[asyncio.Task[None]] = set()
         self.waiting: dict[TopicPartition, str] = {}
-        """The partitions of this member in the plan -> the member that still owns them."""
+        """The partitions of this member in the plan -> the member that still owns them, "" until it is known."""
         self._published: dict[TopicPartition, tuple[int, int]] = {}
         """The claim generation, and the offset that was published with it."""
         self.moved_at = 0.0
@@ -206,7 +206,7 @@ class Holdings:
         _raise_first(outcomes)
 
     async def _claim_some(self, wanted: Sequence[tuple[TopicPartition, str]]) -> list[Ownership | NotYet | MetamqError]:
-        self.waiting.update((tp, "nobody") for tp, _ in wanted)
+        self.waiting.update((tp, "") for tp, _ in wanted)
         outcomes: Sequence[Ownership | NotYet | MetamqError | None] = [None] * len(wanted)
         try:
             outcomes = found = await claim_all(

@@ -210,7 +210,7 @@ class ZKLoadRebalanceListener:
         )
         what, lack = f"joining group {self._group!r}", self._lack
         if lack is not None:
-            owner = f", which {lack.owner!r} still owns," if lack.owner not in ("", "nobody") else ""
+            owner = f", which {lack.owner!r} still owns," if lack.owner else ""
             what = f"getting {count(lack.partitions, 'partition')} of group {self._group!r}, {lack.first} first{owner}"
             if lack.with_application:
                 patience_s = inf

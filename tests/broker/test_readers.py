@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from metamq.broker.data.readers import AT_ONCE, Reader, Readers
 from metamq.broker.front_door.limits.turns import TURN_S, Turns
@@ -75,7 +76,7 @@ def test_readers_that_wait_again_at_once_are_not_woken_without_end() -> None:
     async def scenario() -> None:
         readers, made, woken = many()
         for one in made:
-            one.then = lambda one=one: readers.add(one)  # type: ignore[misc]
+            one.then = partial(readers.add, one)
         readers.wake(1)
         for _ in range(10):
             await asyncio.sleep(0)
@@ -112,7 +113,7 @@ def test_long_work_is_spread_and_an_error_stops_none() -> None:
 
         loop.set_exception_handler(lambda _loop, _context: None)
         for number in range(5):
-            turns.add(lambda number=number: work(number))  # type: ignore[misc]
+            turns.add(partial(work, number))
         while len(done) < 5:
             between.append(len(done))
             await asyncio.sleep(0)

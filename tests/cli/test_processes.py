@@ -288,7 +288,7 @@ def test_a_rolling_restart_loses_no_message_and_waits_for_each_replica(tmp_path:
             until(lambda: len(sending.stored) > before + 10, "messages after the restart")
         assert sending.errors == []
         order = [line for line in first.log.splitlines() if "has stopped" in line or "is up at" in line][-4:]
-        assert [re.search(r" broker (\d) metamq", line)[1] for line in order] == ["0", "0", "1", "1"]  # type: ignore[index]
+        assert re.findall(r" broker (\d) metamq", "\n".join(order)) == ["0", "0", "1", "1"]
         with Consumer(first.zookeeper, topics="t", idle_timeout_s=1) as consumer:
             assert sorted(map(int, values_to_end(consumer))) == sending.stored
 

@@ -107,6 +107,16 @@ def topic_of(front: Local, values: int = 3, partitions: int = 1, **settings: Any
     return name
 
 
+def read_that_waits(front: Local, disk: SlowDisk, values: int = 3, **settings: Any) -> tuple[str, Any]:
+    """A topic, and a client whose GET waits for a disk that has stopped."""
+    topic, client = topic_of(front, values, **settings), front.connect()
+    front.open(client, topic)
+    disk.stops()
+    client.request(Command.GET, front.get(wait_ms=0, armed=[(1, 0)]))
+    wait_until(lambda: disk.waiting)
+    return topic, client
+
+
 def test_a_read_from_the_disk_gives_what_one_from_memory_gives(front: Local, disk: SlowDisk) -> None:
     topic, client = topic_of(front, 12, segment_bytes=1 << 20), front.connect()
     front.open(client, topic)
@@ -173,11 +183,7 @@ def test_a_file_that_became_shorter_is_damage(front: Local, disk: SlowDisk) -> N
 
 
 def test_retention_removes_what_is_being_read(front: Local, disk: SlowDisk) -> None:
-    topic, client = topic_of(front, 8, segment_bytes=1 << 20), front.connect()
-    front.open(client, topic)
-    disk.stops()
-    client.request(Command.GET, front.get(wait_ms=0, armed=[(1, 0)]))
-    wait_until(lambda: disk.waiting)
+    topic, client = read_that_waits(front, disk, 8, segment_bytes=1 << 20)
     with front.cluster.admin() as admin:
         admin.alter(topic, retention_bytes=1)
     wait_until(lambda: front.partition(topic).log.start_offset)
@@ -186,11 +192,7 @@ def test_retention_removes_what_is_being_read(front: Local, disk: SlowDisk) -> N
 
 
 def test_the_topic_is_deleted_while_it_is_read(front: Local, disk: SlowDisk) -> None:
-    topic, client = topic_of(front), front.connect()
-    front.open(client, topic)
-    disk.stops()
-    client.request(Command.GET, front.get(wait_ms=0, armed=[(1, 0)]))
-    wait_until(lambda: disk.waiting)
+    topic, client = read_that_waits(front, disk)
     partition = front.partition(topic)
     front.delete(topic)
     wait_until(lambda: partition.closed_by)
@@ -200,11 +202,7 @@ def test_the_topic_is_deleted_while_it_is_read(front: Local, disk: SlowDisk) -> 
 
 def test_a_log_that_is_cut_meanwhile_gives_nothing_that_was_read_before(front: Local, disk: SlowDisk) -> None:
     """As a slave's log is, whose readers then open it again."""
-    topic, client = topic_of(front), front.connect()
-    front.open(client, topic)
-    disk.stops()
-    client.request(Command.GET, front.get(wait_ms=0, armed=[(1, 0)]))
-    wait_until(lambda: disk.waiting)
+    topic, client = read_that_waits(front, disk)
     partition = front.partition(topic)
     front.broker.loop.call_soon_threadsafe(partition.cut, 0)
     wait_until(lambda: partition.cuts)
