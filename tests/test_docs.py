@@ -60,9 +60,11 @@ def snippets(document: str) -> list[str]:
 
 def run(snippet: str, running: Cluster, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "METAMQ_ZOOKEEPER": running.zookeeper, "PYTHONWARNINGS": "error", **variables}
+    # Python before 3.12 may print a wrong byte if threads print at a time (gh-118138, gh-119506).
     return subprocess.run(
-        [sys.executable, "-c", snippet], env=environment, cwd=folder, capture_output=True, text=True, timeout=250
-    )
+        [sys.executable, "-c", snippet],
+        env=environment, cwd=folder, capture_output=True, text=True, errors="replace", timeout=250,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("document", AT_ONCE)

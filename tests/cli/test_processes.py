@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -187,9 +187,18 @@ def test_the_workers_of_a_killed_supervisor_end_and_lose_nothing(tmp_path: Path)
         assert sorted(map(int, values_to_end(consumer))) == list(range(100))
 
 
+def free_beside_a_taken_one(stack: ExitStack) -> int:
+    """Returns a free port; the next one is taken. No other test chooses from this range."""
+    for port in range(10_000 + os.getpid() % 4_000 * 2, 20_000, 2):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            stack.enter_context(socket.create_server(("127.0.0.1", port + 1)))
+            return port
+    raise AssertionError("no two free ports")
+
+
 def test_a_wrong_configuration_of_one_worker_ends_the_command(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1] - 1
+    with ExitStack() as stack:
+        port = free_beside_a_taken_one(stack)
         running = Many(new_chroot(), tmp_path / "d", "--port", port, "--processes", 2)
         assert running.process.communicate(timeout=LIMIT_S)[0] == b""
     assert running.process.returncode == 1

@@ -125,7 +125,9 @@ def test_a_consumer_that_never_reads(front: Any) -> None:
     grown = front.rss() - before
     print(f"a consumer that never reads: the broker grew by {grown / MEBIBYTE:.1f} MiB")
     assert grown < FETCH_BYTES_MAX + 16 * MEBIBYTE
-    (result,) = unpack_list(GetResult, client.answer().header)
+    # A GET that arrives while a thread reads for the one before replaces it: that one has an empty answer.
+    answered = (client.answer() for _ in range(101))
+    result = next(result for answer in answered for result in unpack_list(GetResult, answer.header))
     assert result.status == status.OK
     assert result.size > FETCH_BYTES_MAX - 2 * MEBIBYTE
 
