@@ -18,8 +18,11 @@ Partitioner = Callable[[str, bytes, int], int]
 
 
 def by_key_hash(topic: str, key: bytes, count: int) -> int:
-    """Returns the CRC-32C of the key, modulo the number of partitions. The default for messages with a key."""
-    return int(crc32c(key)) % count
+    """Returns the CRC-32C of the key, scaled to the number of partitions. The default for messages with a key.
+
+    The number comes from the high bits of the sum. Keys that differ in their last digit may agree in its low bits.
+    """
+    return int(crc32c(key)) * count >> 32
 
 
 class RoundRobin:

@@ -251,11 +251,18 @@ def test_partitioners_by_name() -> None:
         by_key_hash("t", b"carrier-%d" % n, 12) for n in range(6)
     ]
     assert by_key_hash("t", b"123456789", 1 << 32) == 0xE3069283  # the check value of CRC-32C: keys never move
+    assert by_key_hash("t", b"123456789", 16) == 0xE
     in_turn = partitioner_named("round_robin")
     assert [in_turn("t", b"k", 3) for _ in range(4)] == [0, 1, 2, 0]
     assert in_turn("other", b"k", 3) == 0
     with pytest.raises(ConfigError, match="unknown partitioner 'keyhash'"):
         partitioner_named("keyhash")
+
+
+@pytest.mark.parametrize("prefix", [b"", b"user-", b"carrier-", b"station/", b"0"])
+@pytest.mark.parametrize("partitions", [2, 4])
+def test_few_keys_that_differ_in_their_last_digit_use_all_partitions(prefix: bytes, partitions: int) -> None:
+    assert {by_key_hash("t", prefix + b"%d" % n, partitions) for n in range(10)} == set(range(partitions))
 
 
 def test_too_large_a_message() -> None:
