@@ -76,6 +76,8 @@ class BrokerConfig:
     """Seconds between two verifications of all logs, if `scrub_bytes_per_s` suffices."""
     group_lag_s: float = 30.0
     """Seconds between two readings of the lags of groups, for /metrics; 0 reads none."""
+    group_expiry_s: float = 0.0
+    """The offsets of a group that had no members for this time are removed; 0 keeps them."""
     drain_timeout_s: float = 10.0
     """Seconds that a stop waits for running requests."""
     branch_grace_ms: int = 10_000
@@ -122,6 +124,7 @@ class BrokerConfig:
             "scrub_bytes_per_s": (0, 1 << 50),
             "scrub_every_s": (0, 366 * 86_400),
             "group_lag_s": (0, 3600),
+            "group_expiry_s": (0, 10 * 366 * 86_400),
             "drain_timeout_s": (0, 3600),
             "alone_lease_s": (0, 86_400),
             "branch_grace_ms": (100, 600_000),
@@ -136,8 +139,8 @@ class BrokerConfig:
             "request_memory_bytes": (FRAME_BYTES_MAX, 1 << 50),
         }
         real = (
-            "retention_check_s scrub_every_s group_lag_s drain_timeout_s alone_lease_s idle_timeout_s unread_timeout_s "
-            "search_timeout_s"
+            "retention_check_s scrub_every_s group_lag_s group_expiry_s drain_timeout_s alone_lease_s idle_timeout_s "
+            "unread_timeout_s search_timeout_s"
         )
         check_ranges("broker", self, limits, real=real)
         if self.failover:

@@ -134,6 +134,9 @@ class Paths:
     def settled_letters(self, group: str) -> str:
         return f"{self.group(group)}/settled"
 
+    def unused(self, group: str) -> str:
+        return f"{self.group(group)}/unused"
+
     def sinks(self) -> str:
         return f"{self.root}/spark"
 

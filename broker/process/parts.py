@@ -20,6 +20,7 @@ from metamq.broker.front_door.limits.request_memory import RequestMemory
 from metamq.broker.front_door.limits.slices import Slices
 from metamq.broker.front_door.look_ups import LookUps
 from metamq.broker.front_door.statistics import Counters, StatsProcessor
+from metamq.broker.process.group_expiry import GroupExpiry
 from metamq.broker.process.group_lag import GroupLagReader
 from metamq.broker.process.housekeeping import Housekeeping
 from metamq.broker.roles.keeper import RoleKeeper
@@ -51,6 +52,7 @@ class BrokerParts:
     housekeeping: Housekeeping
     scrubber: Scrubber
     lags: GroupLagReader
+    expiry: GroupExpiry
     stats: StatsProcessor
     door: FrontDoor
 
@@ -135,7 +137,8 @@ def make_parts(
     )  # fmt: skip
     _follow_rights(users, door)
     lags = GroupLagReader(session, topics, status, config)
-    return BrokerParts(status, transactions, keeper, housekeeping, scrubber, lags, stats, door)
+    expiry = GroupExpiry(session, status, config)
+    return BrokerParts(status, transactions, keeper, housekeeping, scrubber, lags, expiry, stats, door)
 
 
 def greeting(broker_id: int, epoch: int) -> HelloReply:

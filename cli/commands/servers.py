@@ -91,6 +91,8 @@ _SETTINGS = (
      "Bytes per second of the logs to verify in the background; 0 verifies nothing.  [8MiB]"),
     ("--scrub-every", "scrub_every_s", SECONDS, "Verify all logs once in this time.  [1d]"),
     ("--group-lag", "group_lag_s", SECONDS, "Read the lags of groups for /metrics this often; 0 reads none.  [30s]"),
+    ("--group-expiry", "group_expiry_s", SECONDS,
+     "Remove the offsets of a group that had no members for this time; 0 keeps them.  [0]"),
     ("--connections-max", "connections_max", int, "Maximum number of connections.  [10000]"),
     ("--connections-per-address-max", "connections_per_address_max", int,
      "Maximum number of connections from one IP address; 0 is no limit.  [0]"),
