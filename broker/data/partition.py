@@ -128,11 +128,11 @@ class Partition:
             if cuts != self.cuts:
                 raise Fenced("this replica", f"{self.name} was cut here meanwhile")
             try:
-                next(search)
+                missing = next(search)
             except StopIteration as end:
                 found: tuple[int, int] | None = end.value
                 return found
-            yield
+            yield missing
 
     @property
     def damage(self) -> CorruptData | None:

@@ -3,7 +3,8 @@
 The log's files are searched for the time. The cost depends on the data of producers. So the search runs in slices
 (metamq.broker.front_door.limits.slices), and one request has `search_timeout_s` of the loop's time for all its
 searches. A search that is not finished by then ends with a Timeout. The log remembers its progress: the same request
-continues from there.
+continues from there. A search that needs bytes which are not in memory pauses while a thread reads them
+(metamq.broker.log.disk.cold); that time does not count.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from metamq.broker.front_door.fetch_session import ReplicaReadRole, parted
 from metamq.broker.front_door.limits.slices import SlicedWork, Slices
+from metamq.broker.log.disk.cold import ColdReader
 from metamq.errors import MetamqError, Timeout
 from metamq.security.rights import READ
 from metamq.wire import status
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
     from metamq.broker.data.partition import Partition
     from metamq.broker.data.topics import Topics
     from metamq.broker.front_door.protocol import BrokerProtocol
-    from metamq.broker.log.disk.times import Search
     from metamq.wire.connection import Request
 
 log = logging.getLogger("metamq.broker")
@@ -86,7 +88,7 @@ class LookUps:
             log_ = partition.log
             found = None
             if entry.timestamp_us not in (EARLIEST, LATEST):
-                found = yield from self._within_limit(partition.offset_at_time(entry.timestamp_us), work)
+                found = yield from self._search(partition, entry.timestamp_us, connection, work)
             start, end, epochs = log_.start_offset, log_.stable_offset, log_.epochs()
             offset, timestamp_us = found or (start if entry.timestamp_us == EARLIEST else end, -1)
             following = epochs.after(entry.offset, end)[:EPOCHS_MAX] if entry.offset >= 0 else []
@@ -96,15 +98,31 @@ class LookUps:
             number, fields = status.encode_error(error)
             return OffsetsResult(number, -1, -1, -1, -1, 0, fields, [])
 
-    def _within_limit(self, search: Search, work: SlicedWork) -> Search:
-        """Runs the search while the request has time left. Raises Timeout, and as the search."""
-        while True:
-            try:
-                next(search)
-            except StopIteration as end:
-                found: tuple[int, int] | None = end.value
-                return found
-            if work.used_s > self.search_timeout_s:
-                hint = "Ask again: the search continues where it was. Or raise `search_timeout_s` of the broker."
-                raise Timeout("the search for a time", self.search_timeout_s, hint=hint)
-            yield
+    def _search(
+        self, partition: Partition, timestamp_us: int, connection: BrokerProtocol, work: SlicedWork
+    ) -> Generator[None, None, tuple[int, int] | None]:
+        """Searches while the request has time left. Raises Timeout, and as the search."""
+        search, cold = partition.offset_at_time(timestamp_us), ColdReader()
+        try:
+            while True:
+                try:
+                    with partition.log.without_waiting(cold):
+                        missing = next(search)
+                except StopIteration as end:
+                    found: tuple[int, int] | None = end.value
+                    return found
+                self.role.cold_reads.read_ahead(cold)
+                if missing is not None:
+                    work.is_paused = True
+                    self.role.cold_reads.start(work, cold, missing, partial(self.slices.resume, connection, work))
+                else:
+                    cold.clear()
+                    self._check_time(work)
+                yield
+        finally:
+            self.role.cold_reads.drop(work)
+
+    def _check_time(self, work: SlicedWork) -> None:
+        if work.used_s > self.search_timeout_s:
+            hint = "Ask again: the search continues where it was. Or raise `search_timeout_s` of the broker."
+            raise Timeout("the search for a time", self.search_timeout_s, hint=hint)

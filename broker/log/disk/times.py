@@ -9,8 +9,9 @@ their true times, so that each wrong header costs one read only:
 
 If a header states a time that is too early, a search does not find its messages.
 
-A search is a generator. It yields after each step, which is one batch or some ten thousand timestamps. Between steps
-the log may grow, and retention may remove segments. If the log is cut or emptied, the search must be abandoned:
+A search is a generator. It yields None after each step, which is one batch or some ten thousand timestamps. If a read
+would wait for the disk, it yields NotInMemory, and repeats the read in its next step. Between steps the log may grow,
+and retention may remove segments. If the log is cut or emptied, the search must be abandoned:
 metamq.broker.data.partition does that.
 """
 
@@ -19,10 +20,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, count
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from metamq.broker.log.disk.cold import NotInMemory
 from metamq.broker.log.disk.scan import checked_batches, damaged, read_at
 from metamq.errors import CorruptData
 from metamq.wire.batch import HAS_TIMESTAMPS, BatchHeader
@@ -33,7 +36,9 @@ if TYPE_CHECKING:
     from metamq.broker.log.disk.index import SparseIndex
     from metamq.broker.log.disk.segments import Segment
 
-Search = Generator[None, None, tuple[int, int] | None]
+T = TypeVar("T")
+Steps = Generator[NotInMemory | None, None, T]
+Search = Steps[tuple[int, int] | None]
 """Returns (offset, timestamp) at its end, or None if there is no such message."""
 
 AT_ONCE = 16 * 1024
@@ -57,7 +62,7 @@ def first_at_time(
         segment = segments[max(bisect_right(segments, position, key=_BASE_POSITION) - 1, 0)]
         position = segment.end_position
         try:
-            index = segment.index or index_of(segment)
+            index = segment.index or (yield from _in_memory(partial(index_of, segment)))
             if index.max_timestamp_us >= timestamp_us:
                 found = yield from _in_segment(files, segment, index, timestamp_us)
                 if found is not None:
@@ -65,13 +70,23 @@ def first_at_time(
         except (OSError, CorruptData):
             if any(one is segment for one in segments):  # else retention has removed the segment meanwhile
                 raise
-        yield
+        yield None
     return None
 
 
 def _in_segment(files: FileCache, segment: Segment, index: SparseIndex, timestamp_us: int) -> Search:
     position, greatest = index.find_time(timestamp_us)
-    for number, (at, header, problem) in enumerate(checked_batches(files, segment, position)):
+    batches = checked_batches(files, segment, position)
+    for number in count():
+        try:
+            found = next(batches, None)
+        except NotInMemory as missing:
+            yield missing
+            batches = checked_batches(files, segment, position)
+            continue
+        if found is None:
+            break
+        at, header, problem = found
         if header is None or problem is not None:
             raise damaged(segment.path, at, problem or "there is no header")
         latest_us = header.max_timestamp_us
@@ -86,14 +101,12 @@ def _in_segment(files: FileCache, segment: Segment, index: SparseIndex, timestam
         position = at + header.size
         if number % LEARN_BATCHES == 0:
             index.learn(position, greatest)
-        yield
+        yield None
     index.learn(position, greatest)
     return None
 
 
-def _running_maxima(
-    files: FileCache, segment: Segment, at: int, header: BatchHeader
-) -> Generator[None, None, array[int]]:
+def _running_maxima(files: FileCache, segment: Segment, at: int, header: BatchHeader) -> Steps[array[int]]:
     """Returns the greatest timestamp up to each message; an empty array if the columns are damaged."""
     if not header.flags & HAS_TIMESTAMPS:
         return array("q", [header.base_timestamp_us])
@@ -101,17 +114,27 @@ def _running_maxima(
     known = files.times.get(batch)
     if known is not None:
         return known
+    stored = yield from _in_memory(lambda: read_at(files, segment, at, header.size))
     try:
-        timestamps = decode(memoryview(read_at(files, segment, at, header.size)), header).timestamps
+        timestamps = decode(memoryview(stored), header).timestamps
     except CorruptData:  # its messages cannot be read, so the search finds none
         return _NONE
     assert timestamps is not None
-    yield
+    yield None
     maxima = array("q")
     for start in range(0, len(timestamps), AT_ONCE):
         greatest = maxima[-1] if maxima else timestamps[0]
         maxima.extend(accumulate(timestamps[start : start + AT_ONCE], max, initial=greatest))
         del maxima[start]  # the initial one
-        yield
+        yield None
     files.times.put(batch, maxima)
     return maxima
+
+
+def _in_memory(read: Callable[[], T]) -> Steps[T]:
+    """Returns what `read` returns, as soon as it does not wait for the disk."""
+    while True:
+        try:
+            return read()
+        except NotInMemory as missing:
+            yield missing

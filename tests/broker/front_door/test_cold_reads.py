@@ -19,8 +19,9 @@ from metamq.broker.log.disk import files as log_files
 from metamq.errors import CorruptData, Fenced, OffsetOutOfRange, StorageError, TopicNotFound
 from metamq.testing import Cluster
 from metamq.wire import status
-from metamq.wire.commands import Command, GetPartition, GetResult
-from metamq.wire.headers import unpack_list
+from metamq.wire.columns import encode
+from metamq.wire.commands import LATEST, Command, GetPartition, GetResult, OffsetsEntry, OffsetsResult
+from metamq.wire.headers import unpack, unpack_list
 from tests.broker.front_door.conftest import Front, RawClient, values_in
 from tests.broker.slow_disk import EIO, SlowDisk
 from tests.one_zookeeper import cluster
@@ -270,3 +271,108 @@ def test_a_lost_index_is_made_again_in_a_thread(front: Local, disk: SlowDisk) ->
     front.broker.loop.call_soon_threadsafe(files.indexes.forget, sealed)
     disk.is_cold = True
     assert found(client.ask(Command.GET, front.get(wait_ms=0, armed=[(1, 1)])))[1][0] == VALUE  # type: ignore[index]
+
+
+def timed_topic(front: Local, batches: int = 60) -> str:
+    """A topic with small segments, whose message n is sent at n; two times in each batch."""
+    name = f"timed-{front.broker.broker_id}"
+    front.topic(name, segment_bytes=1 << 20)
+    with RawClient(front.port) as client:
+        for number in range(batches):
+            times = [2 * number, 2 * number + 1]
+            batch = encode([VALUE[: 100 * 1024]] * 2, base_timestamp_us=times[0], timestamps_us=times)
+            assert front.put(client, name, [(0, batch)])[0].status == status.OK
+    return name
+
+
+def ask_time(front: Local, client: RawClient, topic: str, timestamp_us: int) -> int:
+    return client.request(Command.OFFSETS, [OffsetsEntry(topic, front.topic(topic), 0, timestamp_us)])
+
+
+def looked_up(answer: Any) -> OffsetsResult:
+    return unpack(OffsetsResult, answer.header[0])
+
+
+def lose_indexes(front: Local, topic: str) -> None:
+    log = front.partition(topic).log
+    for segment in log.segments()[:-1]:
+        os.unlink(segment.path.replace(".log", ".index"))
+        front.broker.loop.call_soon_threadsafe(log._files.indexes.forget, segment.path)
+
+
+@pytest.mark.parametrize("with_indexes", [True, False])
+def test_a_time_is_found_on_the_disk_as_in_memory(front: Local, disk: SlowDisk, with_indexes: bool) -> None:
+    topic, client = timed_topic(front), front.connect()
+    if not with_indexes:
+        lose_indexes(front, topic)
+    disk.is_cold = True
+    for wanted in (0, 1, 2, 57, 118, 119):
+        ask_time(front, client, topic, wanted)
+        assert looked_up(client.answer()).offset == wanted
+    ask_time(front, client, topic, 120)
+    assert looked_up(client.answer())[1:3] == (120, -1), "no such message: the end"
+    assert disk.began
+
+
+def test_a_search_for_a_time_that_waits_for_the_disk_delays_only_its_connection(front: Local, disk: SlowDisk) -> None:
+    topic, client, other = timed_topic(front), front.connect(), front.connect()
+    disk.stops()
+    asked = [
+        ask_time(front, client, topic, 57),
+        ask_time(front, client, topic, LATEST),
+        ask_time(front, client, topic, 3),
+    ]
+    wait_until(lambda: disk.waiting)
+    ask_time(front, other, topic, LATEST)
+    assert looked_up(other.answer()).offset == 120
+    disk.goes.set()
+    answers = [client.answer() for _ in asked]
+    assert [(answer.opaque, looked_up(answer).offset) for answer in answers] == list(
+        zip(asked, (57, 120, 3), strict=True)
+    )
+
+
+def test_a_search_whose_read_fails_is_an_error(front: Local, disk: SlowDisk) -> None:
+    topic, client = timed_topic(front), front.connect()
+    disk.is_cold, disk.error = True, EIO
+    ask_time(front, client, topic, 57)
+    result = looked_up(client.answer())
+    assert isinstance(status.decode_error(result.status, result.error), StorageError)
+    disk.error = None
+    ask_time(front, client, topic, 57)
+    assert looked_up(client.answer()).offset == 57
+
+
+@pytest.mark.parametrize("what", ["cut", "deleted"])
+def test_a_search_ends_with_the_log_that_it_reads(front: Local, disk: SlowDisk, what: str) -> None:
+    topic, client = timed_topic(front), front.connect()
+    partition = front.partition(topic)
+    disk.stops()
+    ask_time(front, client, topic, 57)
+    wait_until(lambda: disk.waiting)
+    if what == "cut":
+        front.broker.loop.call_soon_threadsafe(partition.cut, 0)
+        wait_until(lambda: partition.cuts)
+    else:
+        front.delete(topic)
+        wait_until(lambda: partition.closed_by)
+    disk.goes.set()
+    result = looked_up(client.answer())
+    assert isinstance(status.decode_error(result.status, result.error), Fenced if what == "cut" else TopicNotFound)
+
+
+def test_connections_that_end_during_a_search_leave_nothing_behind(front: Local, disk: SlowDisk) -> None:
+    topic = timed_topic(front)
+    disk.stops()
+    for _ in range(cold_reads.THREADS + 5):
+        ask_time(front, front.connect(), topic, 57)
+    wait_until(lambda: disk.waiting == cold_reads.THREADS and len(front.cold._queues) == 5)
+    slices = front.broker.broker._parts.door.slices
+    assert slices.waiting == cold_reads.THREADS + 5
+    front.close_clients()
+    wait_until(lambda: not front.cold._queues and not slices.waiting)
+    disk.goes.set()
+    wait_until(lambda: not front.cold._running)
+    client = front.connect()
+    ask_time(front, client, topic, 57)
+    assert looked_up(client.answer()).offset == 57
