@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class Processing(Protocol):
     def failed(self, offset: int, error: Exception, *, is_final: bool) -> None:
         """Notes that the listener failed for the message at `offset`. `is_final`: it gets no further attempt."""
 
+    def handled(self, seconds: float, error: Exception | None) -> None:
+        """Notes a call of the listener, which ended with the error, if it is given."""
+
     def end(self, messages: int) -> None:
         """Ends the processing after so many messages were delivered."""
 
@@ -57,12 +61,13 @@ class Telemetry(Protocol):
         """Reports a batch that a handler has taken."""
         ...
 
-    def operation(self, name: str) -> AbstractContextManager[object]:
-        """Measures the call in the block, for example "commit"."""
+    def operation(self, name: str, messages: Mapping[str, int]) -> AbstractContextManager[object]:
+        """Measures the call in the block, for example "commit". `messages`: those that it sends, by topic."""
         ...
 
 
 current: Telemetry | None = None
+NONE_SENT: Mapping[str, int] = MappingProxyType({})
 
 
 def traced(headers: Headers | None) -> Headers | None:
@@ -70,9 +75,9 @@ def traced(headers: Headers | None) -> Headers | None:
     return headers if (reports := current) is None else reports.traced(headers)
 
 
-def operation(name: str) -> AbstractContextManager[object]:
-    """Measures the call in the block, if there is telemetry."""
-    return nullcontext() if (reports := current) is None else reports.operation(name)
+def operation(name: str, messages: Mapping[str, int] = NONE_SENT) -> AbstractContextManager[object]:
+    """Measures the call in the block, if there is telemetry. `messages`: those that it sends, by topic."""
+    return nullcontext() if (reports := current) is None else reports.operation(name, messages)
 
 
 def active(processing: Processing | None) -> AbstractContextManager[object]:

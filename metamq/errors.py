@@ -17,6 +17,7 @@
     ├── BufferFull                the producer's buffer is full, and waiting is off   (also BufferError)
     ├── DeliveryTimeout           no answer in time; the outcome may be unknown       (also TimeoutError)
     ├── Timeout                   the caller's own time limit ended                   (also TimeoutError)
+    ├── HandlerTimeout            a handler of run() did not end within its limit
     ├── NotEnoughReplicas         too few in-sync replicas to accept a write
     ├── Fenced                    the broker is not the master
     ├── SequenceGap               a producer's batch came before its predecessor
@@ -277,6 +278,23 @@ class Timeout(MetamqError, TimeoutError):
     def __init__(self, what: str, timeout_s: float, *, hint: str | None = None) -> None:
         super().__init__(f"{what} took longer than {timeout_s:g} s", hint=hint)
         self.what = what
+        self.timeout_s = timeout_s
+
+
+class HandlerTimeout(MetamqError):
+    """The handler of a message did not end within `timeout_s`, the limit of run(), and was cancelled.
+
+    It is no TimeoutError: run(retry_on=TimeoutError) means an outage, and would call the handler without end.
+    """
+
+    def __init__(self, topic: str, partition: str, offset: int, timeout_s: float) -> None:
+        super().__init__(
+            f"the handler of {topic}/{partition} offset {offset} took longer than {timeout_s:g} s",
+            hint="Raise `handler_timeout_s` of run(), or find what the handler waits for.",
+        )
+        self.topic = topic
+        self.partition = partition
+        self.offset = offset
         self.timeout_s = timeout_s
 
 

@@ -131,7 +131,9 @@ class _OpenTelemetry:
             return meter.create_counter(name, "{message}", text)
 
         self.operation_s = seconds("messaging.client.operation.duration", "Duration of a batch's send, or of a commit.")
-        self.process_s = seconds("messaging.process.duration", "Duration of the processing of a batch.")
+        self.process_s = seconds(
+            "messaging.process.duration", "Duration of a listener's call, or of a batch in a loop."
+        )
         self.sent_messages = messages("messaging.client.sent.messages", "Messages that were stored or have failed.")
         self.consumed = messages("messaging.client.consumed.messages", "Messages that were delivered to handlers.")
         self._last: tuple[otel_context.Context, dict[str, bytes]] = otel_context.Context(), {}
@@ -202,11 +204,16 @@ class _OpenTelemetry:
         return _Processing(self, span, attributes)
 
     @contextmanager
-    def operation(self, name: str) -> Iterator[None]:
-        attributes = _attributes(name, kind="settle")
+    def operation(self, name: str, messages: Mapping[str, int]) -> Iterator[None]:
+        # The name of a destination is only for operations whose messages all go there.
+        topic = next(iter(messages)) if len(messages) == 1 else None
+        attributes = _attributes(name, topic, "send" if messages else "settle")
         began_s = time.perf_counter()
         recording = trace.get_current_span().is_recording()
         span = self.tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes) if recording else None
+        if span is not None and messages:
+            span.set_attribute("messaging.batch.message_count", sum(messages.values()))
+            span.set_attribute("metamq.topics", sorted(messages))
         try:
             yield
         except BaseException as error:
@@ -216,6 +223,8 @@ class _OpenTelemetry:
             raise
         finally:
             self.operation_s.record(time.perf_counter() - began_s, attributes)
+            for topic, number in messages.items():
+                self.sent_messages.add(number, {**attributes, "messaging.destination.name": topic})
             if span is not None:
                 span.end()
 
@@ -226,8 +235,11 @@ class _Processing:
     def __init__(self, owner: _OpenTelemetry, span: Span, attributes: Attributes) -> None:
         self._owner = owner
         self._span = span
+        self._base: Mapping[str, str | int] = {**attributes}
         self._attributes = attributes
         self._began_s = time.perf_counter()
+        self._is_handled = False
+        """True if the time of each call of a listener is recorded, and not that of the batch."""
 
     def active(self) -> AbstractContextManager[Span]:
         return trace.use_span(self._span, record_exception=False, set_status_on_exception=False)
@@ -238,7 +250,13 @@ class _Processing:
             self._attributes["error.type"] = type(error).__name__
             _set_failed(self._span, error)
 
+    def handled(self, seconds: float, error: Exception | None) -> None:
+        self._is_handled = True
+        failed = {} if error is None else {"error.type": type(error).__name__}
+        self._owner.process_s.record(seconds, {**self._base, **failed})
+
     def end(self, messages: int) -> None:
         self._owner.consumed.add(messages, self._attributes)
-        self._owner.process_s.record(time.perf_counter() - self._began_s, self._attributes)
+        if not self._is_handled:
+            self._owner.process_s.record(time.perf_counter() - self._began_s, self._attributes)
         self._span.end()

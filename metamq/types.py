@@ -21,6 +21,7 @@ from metamq.client.admin.admin_model import (
     TopicDescription,
     TopicSettings,
 )
+from metamq.client.consumer.handler_figures import HandlerHealth
 from metamq.client.consumer.health import PartitionHealth
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings
 from metamq.client.fetch.inbox import RunningMessage
@@ -53,6 +54,7 @@ __all__ = [
     "GroupExplanation",
     "GroupPartition",
     "GroupSummary",
+    "HandlerHealth",
     "LetterSummary",
     "MasterPlace",
     "MemberDescription",

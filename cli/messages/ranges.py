@@ -12,7 +12,7 @@ from metamq import Consumer
 from metamq.cli.context import current
 from metamq.cli.show.output import say
 from metamq.cli.show.units import is_pattern
-from metamq.errors import ConfigError, ConnectError, PartitionNotFound, TopicNotFound
+from metamq.errors import ConfigError, ConnectError, NotAuthorized, PartitionNotFound, TopicNotFound
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
@@ -72,7 +72,10 @@ def describe_partitions(topics: tuple[str, ...], chosen: tuple[str, ...]) -> Fou
 
 
 def end_of(tp: TopicPartition, found: PartitionDescription) -> int:
-    """Returns the end of the partition at the start of the command. Raises ConnectError if it is unknown."""
+    """Returns the end of the partition at the start of the command. Raises ConnectError if it is unknown, and
+    NotAuthorized without the right to read."""
+    if isinstance(found.error, NotAuthorized):
+        raise found.error
     if found.stable_offset is None:
         reason = "it is not registered in ZooKeeper" if found.address is None else f"{tp}: {found.problem}"
         raise ConnectError(f"broker {found.broker_id}", reason, hint="`metamq doctor` checks every part.")

@@ -49,7 +49,12 @@ def _shown(setting: str, value: Any) -> str:
 
 
 def description_json(one: TopicDescription) -> dict[str, Any]:
-    partitions = [{**asdict(each), "live": each.live, "messages": each.messages} for each in one.partitions]
+    partitions = [
+        {**asdict(each), "problem": each.problem, "live": each.live, "messages": each.messages}
+        for each in one.partitions
+    ]
+    for each in partitions:
+        del each["error"]
     return {
         "topic": one.topic,
         "messages": one.messages,

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Literal, NamedTuple, TypedDict
 
 from metamq.client.net.branches import BranchDescription
+from metamq.errors import MetamqError
 from metamq.zk.cluster.topics import Flush, TopicConfig
 from metamq.zk.partitions import TopicPartition
 
@@ -39,7 +40,7 @@ class OpenBranches:
 
 @dataclass(frozen=True, slots=True)
 class PartitionDescription:
-    """One partition. Figures are None while its broker does not answer for it; then `problem` is the reason.
+    """One partition. Figures are None while its broker does not answer for it; then `error` is the reason.
 
     `address` is the address of its master, None while none is registered. Messages with the offsets `start_offset` to
     `stable_offset` (exclusive) can be read. `size_bytes` is the size on disk.
@@ -51,7 +52,12 @@ class PartitionDescription:
     start_offset: int | None = None
     stable_offset: int | None = None
     size_bytes: int | None = None
-    problem: str = ""
+    error: MetamqError | None = None
+
+    @property
+    def problem(self) -> str:
+        """The reason that its broker does not answer for it, or ""."""
+        return "" if self.error is None else self.error.problem
 
     @property
     def live(self) -> bool:

@@ -202,7 +202,7 @@ async def describe_topics(cluster: ClusterClient, configs: Collection[TopicConfi
         broker_id, answer = parse_partition(tp.partition)[0], found[tp]
         address = masters[broker_id].address if broker_id in masters else None
         if isinstance(answer, MetamqError):
-            return PartitionDescription(tp.partition, broker_id, address, problem=answer.problem)
+            return PartitionDescription(tp.partition, broker_id, address, error=answer)
         return PartitionDescription(
             tp.partition, broker_id, address, answer.start_offset, answer.stable_offset, sizes.get(tp)
         )

@@ -204,16 +204,20 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         retry_delay_s: float = 0.1,
         retry_on: type[Exception] | tuple[type[Exception], ...] = (),
         dead_letter: bool = True,
+        handler_timeout_s: float | None = None,
     ) -> None:
         """Calls `listener(message)` for each message and awaits the result. Like metamq.Consumer.run, with tasks
         instead of threads.
 
         The listener may be a plain function that does not block: while it runs, the loop does no other work.
+
+        `handler_timeout_s`: the seconds after which an attempt is cancelled and has failed, with HandlerTimeout. A
+        listener ends late if it catches the cancellation, or blocks the loop.
         """
         self._core.check_loop_may_begin()
         order = check_run(order, dead_letter, self._plan)
         dead_letters = DeadLetters(self._access, self._plan.group) if dead_letter else None
-        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on)
+        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, handler_timeout_s)
         kind = {"partition": ListenerTasks, "key": KeyOrderTasks}[order]
         tasks = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver)
         with self._one_loop.begun(asyncio.current_task) as check_loop:

@@ -20,7 +20,7 @@ from metamq.client.consumer.dead_letters import DeadLetters
 from metamq.client.consumer.key_order import KeyOrderPool
 from metamq.client.consumer.listener import ListenerPool
 from metamq.client.consumer.receivers import ThreadReceiver
-from metamq.client.consumer.retrying import Listener, Order, RetryPolicy, check_run
+from metamq.client.consumer.retrying import Listener, Order, RetryPolicy, check_no_time_limit, check_run
 from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.model import Message, message_of
@@ -286,6 +286,7 @@ class Consumer(ConsumerApi[T]):
         retry_delay_s: float = 0.1,
         retry_on: type[Exception] | tuple[type[Exception], ...] = (),
         dead_letter: bool = True,
+        handler_timeout_s: None = None,
     ) -> None:
         """Calls `listener(message)` for each message, until close(), `idle_timeout_s` or an error.
 
@@ -300,10 +301,14 @@ class Consumer(ConsumerApi[T]):
         attempts: give the errors of an outage, such as `retry_on=psycopg.OperationalError`. Their pauses double, too,
         up to 30 s. Meanwhile the messages behind it wait in order, and health() has the error.
 
+        There is no `handler_timeout_s` here, since Python cannot stop a function in a thread: ConfigError. The health()
+        of a partition names the message that is `running`, and how long.
+
         Raises WrongType for a coroutine function, and if the listener returns an awaitable: run() does not await it,
         and the message is not done. metamq.aio.Consumer awaits its listener.
         """
         self._core.check_loop_may_begin()
+        check_no_time_limit(handler_timeout_s)
         order = check_run(order, dead_letter, self._core.plan)
         dead_letters = DeadLetters(self._access, self._core.plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s, retry_on)

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
+from metamq.client.consumer.handler_figures import HandlerFigures
 from metamq.client.consumer.health import PUBLISH_LIMIT_S, ConsumerHealth, done_offsets, health_of, watch_progress
 from metamq.client.consumer.loop_end import LoopEnd
 from metamq.client.consumer.unshared import UnsharedAssignment
@@ -75,6 +76,7 @@ class ConsumerCore:
         self.options = options
         self.loop = loop
         self.inbox = Inbox(self._may_deliver)
+        self.handlers = HandlerFigures()
         self._budget = FetchBudget(options, self.inbox)
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
@@ -540,6 +542,7 @@ class ConsumerCore:
             lost_messages=self._lost_messages,
             delayed_s=self.cluster.connections.delayed_s,
             group=self._assignment.health() if isinstance(self._assignment, ZKLoadRebalanceListener) else None,
+            handlers=self.handlers.health(),
         )
 
     # The end
@@ -588,4 +591,5 @@ class ConsumerCore:
     def forked(self) -> None:
         """Closes the copy in a fork's child: it cannot be used any more."""
         self.inbox.forked(ForkedError("consumer"))
+        self.handlers = HandlerFigures()  # the lock of the former ones may be held
         self._session = None

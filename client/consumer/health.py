@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+from metamq.client.consumer.handler_figures import HandlerHealth
 from metamq.client.fetch.inbox import RunningMessage
 from metamq.client.group.assignment import RebalanceHealth
 from metamq.zk.partitions import TopicPartition
@@ -35,7 +36,7 @@ class PartitionHealth:
     in_hand: bool
     """True while the application processes a message or batch of the partition."""
     running: tuple[RunningMessage, ...]
-    """With `run(order="key")`: the messages that are processed now, the longest first."""
+    """The messages that `run()` processes now, the longest first: with order="partition" one at most."""
     paused: bool
     last_error: str
     """The reason that the partition is not fetched now, or "". While a slave is read, it is the master's reason."""
@@ -58,6 +59,8 @@ class ConsumerHealth:
     delayed_s: float
     """Seconds until the delay ends, or is reported again: this client is above its quota. 0: no broker delays it."""
     group: RebalanceHealth | None
+    handlers: Mapping[str, HandlerHealth]
+    """The handlers of `run()`, by topic."""
 
 
 def health_of(state: PartitionState, last_error: str) -> PartitionHealth:

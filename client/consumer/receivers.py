@@ -17,6 +17,7 @@ from metamq.client.consumer.loop_end import LoopEnd, LoopStep
 if TYPE_CHECKING:
     from metamq.client.background import BackgroundLoop
     from metamq.client.consumer.consumer_core import ConsumerCore
+    from metamq.client.consumer.handler_figures import HandlerFigures
     from metamq.client.fetch.inbox import Inbox, InFlightBatch, OpenWindow
 
 
@@ -119,6 +120,11 @@ class ThreadReceiver:
         return self.core.inbox
 
     @property
+    def handlers(self) -> HandlerFigures:
+        """The figures of the consumer's handlers."""
+        return self.core.handlers
+
+    @property
     def group(self) -> str | None:
         """The consumer's group."""
         return self.core.plan.group
@@ -184,6 +190,11 @@ class TaskReceiver:
     def inbox(self) -> Inbox:
         """The consumer's inbox."""
         return self._core.inbox
+
+    @property
+    def handlers(self) -> HandlerFigures:
+        """The figures of the consumer's handlers."""
+        return self._core.handlers
 
     @property
     def group(self) -> str | None:

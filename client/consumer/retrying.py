@@ -6,20 +6,24 @@ thread these coroutines never wait for a loop.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from metamq.client.checks import awaitable_listener, check_seconds, check_whole, wrong_type
+from metamq.client.consumer.handler_figures import HandlerTimes
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.offsets_database import DatabaseOffsets
-from metamq.errors import ConfigError, DecodeError
+from metamq.errors import ConfigError, DecodeError, HandlerTimeout
 
 if TYPE_CHECKING:
     from metamq.client.consumer.dead_letters import DeadLetters
+    from metamq.client.consumer.receivers import TaskReceiver, ThreadReceiver
     from metamq.client.fetch.consumer_options import ConsumerPlan
     from metamq.client.fetch.inbox import InFlightBatch
 
@@ -52,11 +56,13 @@ class Rollback(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The number of attempts per message, and the pauses between them. An error of `retry_on` is no attempt."""
+    """The number of attempts per message, their time limit, and the pauses between them. An error of `retry_on` is no
+    attempt."""
 
     max_attempts: int
     retry_delay_s: float
     retry_on: type[Exception] | tuple[type[Exception], ...] = ()
+    handler_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         kinds = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
@@ -64,6 +70,9 @@ class RetryPolicy:
             raise wrong_type("`retry_on`", "a class of exceptions, or a tuple of them", self.retry_on)
         check_whole("max_attempts", self.max_attempts, 1)
         check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
+        check_seconds("handler_timeout_s", self.handler_timeout_s)
+        if self.handler_timeout_s == 0:
+            raise ConfigError("run: `handler_timeout_s` is 0", hint="Give seconds, or None for no limit.")
 
     def counts(self, error: Exception) -> bool:
         """Returns True if the error is a failed attempt: not a Rollback, and not of `retry_on`."""
@@ -99,6 +108,16 @@ def check_run(order: Order, dead_letter: bool, plan: ConsumerPlan) -> Order:
     return order
 
 
+def check_no_time_limit(handler_timeout_s: object) -> None:
+    """Raises ConfigError if the blocking run() gets a time limit for its handlers."""
+    if handler_timeout_s is not None:
+        raise ConfigError(
+            "run: `handler_timeout_s` is only for asyncio: Python cannot stop a function that runs in a thread",
+            hint="Use metamq.aio.Consumer, whose run() cancels the handler. Or watch `running` in consumer.health(), "
+            "the metric metamq_consumer_oldest_running_seconds.",
+        )
+
+
 @dataclass(eq=False)
 class ListenerRun(ABC):
     """The common part of both kinds of `run()`. Without `dead_letters` a given-up message ends `run()`."""
@@ -108,6 +127,7 @@ class ListenerRun(ABC):
     dead_letters: DeadLetters | None
     policy: RetryPolicy
     concurrency: int
+    receiver: ThreadReceiver | TaskReceiver
     _awaits: ClassVar[bool]
     """True if the result of the listener is awaited."""
 
@@ -128,22 +148,49 @@ class ListenerRun(ABC):
         """Returns True if no further message may be delivered."""
         return False
 
+    def _times(self, in_flight: InFlightBatch, offset: int) -> HandlerTimes:
+        return HandlerTimes(self.receiver.handlers, in_flight.batch.topic, in_flight.processing_of(offset))
+
+    async def _within_limit(self, outcome: Awaitable[object], message: Message[Any]) -> None:
+        """Awaits the handler, and cancels it at its time limit. Raises HandlerTimeout, also if the handler catches the
+        cancellation and ends without an error."""
+        limit_s = self.policy.handler_timeout_s
+        cause: TimeoutError | None = None
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await outcome
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            cause = error
+        if limit_s is not None and limit.expired():
+            raise HandlerTimeout(*message[:3], limit_s) from cause
+
     async def _handle_all(self, in_flight: InFlightBatch) -> bool:
         """Calls the listener with each message. Returns False if the last delivered message is not done."""
+        with self._times(in_flight, in_flight.batch.offset) as times:
+            return await self._handle_each(in_flight, times)
+
+    async def _handle_each(self, in_flight: InFlightBatch, times: HandlerTimes) -> bool:
+        is_limited, now_s = self.policy.handler_timeout_s is not None, time.monotonic
         while True:
             try:
                 for fields in in_flight.iterate():
                     message: Message[Any] = message_of(fields)
                     if self.filter is not None and not self.filter(message):
                         continue
+                    began_s = now_s()
+                    in_flight.calling = began_s, message
                     try:  # a coroutine for each message would cost a fifth of the rate
                         outcome = self.listener(message)
                         if self._awaits and outcome is not None and inspect.isawaitable(outcome):
-                            await outcome
+                            await (self._within_limit(outcome, message) if is_limited else outcome)
                     except Exception as error:
+                        times.ended(began_s, error)
                         if not await self._try_again(in_flight, message, error):
                             return False
                     else:
+                        times.ended(began_s)
                         if outcome is not None and not self._awaits:
                             self._check_done(outcome)
                     if self._is_stopped():
@@ -168,14 +215,26 @@ class ListenerRun(ABC):
         if self.filter is not None and not self.filter(message):
             return True
         try:
-            outcome = self.listener(message)
-            if self._awaits and inspect.isawaitable(outcome):
-                await outcome
+            outcome = await self._call(in_flight, message)
         except Exception as error:
             return await self._try_again(in_flight, message, error)
         if not self._awaits:
             self._check_done(outcome)
         return True
+
+    async def _call(self, in_flight: InFlightBatch, message: Message[Any]) -> object:
+        """Calls the listener once, and awaits its result. Raises its error."""
+        with self._times(in_flight, message.offset) as times:
+            began_s = time.monotonic()
+            try:
+                outcome = self.listener(message)
+                if self._awaits and inspect.isawaitable(outcome):
+                    await self._within_limit(outcome, message)
+            except Exception as error:
+                times.ended(began_s, error)
+                raise
+            times.ended(began_s)
+            return outcome
 
     async def _try_again(
         self, in_flight: InFlightBatch, message: Message[Any], error: Exception, *, is_rejected: bool = False
@@ -194,7 +253,10 @@ class ListenerRun(ABC):
         self, in_flight: InFlightBatch, message: Message[Any], error: Exception, *, is_rejected: bool
     ) -> bool:
         failed = outages = 0
+        figures = self.receiver.handlers
         while True:
+            if not isinstance(error, Rollback):
+                figures.failed(message.topic)
             counts = self.policy.counts(error)
             failed += counts
             outages = 0 if counts else outages + 1
@@ -207,6 +269,7 @@ class ListenerRun(ABC):
                     raise error
                 value = in_flight.batch.plain_value(message.offset)
                 await self._give_up(self.dead_letters, message, value, error, failed)
+                figures.given_up(message.topic)
                 return True
             fields = {"topic": message.topic, "partition": message.partition, "offset": message.offset}
             log.info("%s/%s offset %d failed: %r; next attempt in %g s", *message[:3], error, pause_s, extra=fields)
@@ -217,9 +280,7 @@ class ListenerRun(ABC):
                     message, is_rejected = in_flight.batch.decoded_message(message.offset), False
                     if self.filter is not None and not self.filter(message):
                         return True
-                outcome = self.listener(message)
-                if self._awaits and inspect.isawaitable(outcome):
-                    await outcome
+                outcome = await self._call(in_flight, message)
             except Exception as failure:
                 error = failure
             else:

@@ -32,6 +32,7 @@ in the thread that has the lock: it may read, so the lock is re-entrant, but it 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
@@ -44,6 +45,7 @@ from metamq.errors import DecodeError, MetamqError
 
 if TYPE_CHECKING:
     from metamq.client.fetch.key_window import KeyWindow
+    from metamq.client.model import Message
     from metamq.client.telemetry import Processing
     from metamq.zk.groups.ownership import Ownership
     from metamq.zk.partitions import TopicPartition
@@ -128,7 +130,8 @@ class PartitionState:
 
 @dataclass(frozen=True, slots=True)
 class RunningMessage:
-    """A message that `run(order="key")` processes now, and the seconds since its listener was called first."""
+    """A message that `run()` processes now, and the seconds since its listener was called first: with all attempts, and
+    the pauses between them."""
 
     offset: int
     key: bytes | None
@@ -155,6 +158,8 @@ class InFlightBatch:
     """The telemetry of this batch until the handler releases it."""
     retrying: dict[int, str] = field(default_factory=dict)
     """The last errors of the messages that run() tries again, by offset. The handlers write it, any thread reads it."""
+    calling: tuple[float, Message[Any]] | None = None
+    """With run() in the order of partitions: the monotonic time of the last message's first call, and the message."""
 
     def iterate(self) -> Iterator[tuple[Any, ...]]:
         """Iterates over the messages' fields. Ends early if the rest is taken back, or after a slice if the lease is
@@ -228,8 +233,11 @@ class InFlightBatch:
 
     @property
     def running(self) -> list[RunningMessage]:
-        """The messages that are processed side by side now, the longest first."""
-        return []
+        """The messages that run() processes now, the longest first."""
+        if (calling := self.calling) is None:
+            return []
+        began_s, message = calling
+        return [RunningMessage(message.offset, message.key, time.monotonic() - began_s)]
 
     def cut(self, offset: int) -> None:
         """Stops the delivery of messages from `offset` on, because the log has lost them."""

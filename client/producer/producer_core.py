@@ -6,6 +6,7 @@ The blocking and the asyncio Producer are thin APIs over this core; so both have
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from metamq.client.checks import check_ranges
 from metamq.client.forks import register_for_forks
+from metamq.client.net import paged_requests
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.producer.accumulator import Accumulator
 from metamq.client.producer.outgoing import OutgoingBatch, forget_locks
 from metamq.client.producer.partitioner import Partitioner, partitioner_named
-from metamq.client.producer.producer_health import Outcomes, ProducerHealth, health_of
+from metamq.client.producer.producer_health import BlockFigures, Outcomes, ProducerHealth, health_of
 from metamq.client.producer.sender import Sender
 from metamq.errors import ClosedError, ConnectError, ForkedError, MetamqError, Timeout, TopicNotFound
 from metamq.wire.compression import codec_named
@@ -40,6 +42,8 @@ FLUSH_TIMEOUT_S = 35.0
 first."""
 FAILURES_MAX = 1000
 RESOLVE_RETRY_S = 0.2
+ASK_AGAIN_S = 1.0
+"""Seconds between two questions to a broker that did not answer a dbtx block."""
 _DOCTOR = "Check that the brokers are up with `metamq doctor`."
 BUSY_LINGER_NS = 50_000_000
 """Nanoseconds that a batch grows, with or without linger, while other batches wait to be sent."""
@@ -96,6 +100,11 @@ class ProducerCore:
         self._forked = False
         self._failures: list[OutgoingBatch] = []
         self._outcomes: dict[str, Outcomes] = {}
+        self.blocks = BlockFigures()
+        """The messages of dbtx blocks."""
+        self._unreached: dict[int, str] = {}
+        """The broker ids that requests of dbtx blocks were sent to; with the reason that one does not answer, or ""."""
+        self._asking: dict[int, asyncio.Task[None]] = {}
         self._drained: list[asyncio.Future[None]] = []
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._session: Session | None = None
@@ -297,7 +306,29 @@ class ProducerCore:
 
     def health(self) -> ProducerHealth:
         """Returns the state of the producer, without requests. Thread-safe."""
-        return health_of(self._outstanding(), dict(self._outcomes), self.accumulator.buffered_bytes, self.sender)
+        return health_of(
+            self._outstanding(),
+            dict(self._outcomes),
+            self.accumulator.buffered_bytes,
+            self.sender,
+            self.blocks,
+            dict(self._unreached),
+        )
+
+    def note_answer(self, broker_id: int, problem: str) -> None:
+        """Notes that a broker has answered a dbtx block, or the reason that it has not: then it is asked again until it
+        answers. A service that is not ready begins no block that would find that out. In the loop."""
+        self._unreached[broker_id] = problem
+        if problem and broker_id not in self._asking and self._session is not None:
+            asking = self._asking[broker_id] = asyncio.ensure_future(self._ask_until_answered(broker_id))
+            asking.add_done_callback(lambda _asking: self._asking.pop(broker_id, None))
+
+    async def _ask_until_answered(self, broker_id: int) -> None:
+        while self._unreached[broker_id]:
+            await asyncio.sleep(ASK_AGAIN_S)
+            with contextlib.suppress(MetamqError):
+                await paged_requests.ask_offsets(await self.cluster.connection(broker_id), [])
+                self._unreached[broker_id] = ""
 
     def _waiting(self) -> str:
         """Describes the messages that are not stored yet, and the last errors."""
@@ -360,7 +391,7 @@ class ProducerCore:
             error = ClosedError("producer", "its messages were not acknowledged in time")
             batch.complete(-1, error.with_unknown_outcome() if batch.attempts else error)
             self._done(batch)
-        tasks = [self._ticker, *self._resolving.values()]
+        tasks = [self._ticker, *self._resolving.values(), *self._asking.values()]
         for task in tasks:
             if task is not None:
                 task.cancel()
@@ -374,6 +405,7 @@ class ProducerCore:
         forget_locks()
         self._forked = True
         self._session = None
+        self.blocks = BlockFigures()  # the lock of the former one may be held
         self.accumulator.forked(ForkedError("producer"))
 
 

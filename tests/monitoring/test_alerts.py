@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kazoo.client import KazooClient
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from metamq import Message
 from metamq.errors import MetamqError
 from metamq.prometheus import ClientCollector
 from metamq.testing import BrokerProcess, Cluster
@@ -27,7 +30,7 @@ from metamq.testing import cluster as own_cluster
 from tests.broker.test_disk import flip
 from tests.monitoring.programs import program
 from tests.one_zookeeper import cluster
-from tests.parts import http_get, wait_until
+from tests.parts import http_get, read_to_end, wait_until
 
 FOLDER = Path(__file__).parents[2] / "monitoring"
 ALERTS = (FOLDER / "alerts.yml").read_text()
@@ -37,7 +40,9 @@ EXPRESSIONS = [
 ]
 BOARD = json.loads((FOLDER / "grafana.json").read_text())
 QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
-AGES = re.compile(r"metamq_(transactions_oldest_prepared|group_lag(_age)?|producer_oldest)_seconds")
+AGES = re.compile(
+    r"metamq_(transactions_oldest_prepared|group_lag(_age)?|producer_oldest|consumer_oldest_running)_seconds"
+)
 """Metrics that grow with the clock while a fault lasts."""
 LISTENS = re.compile(r'msg="Listening on" address=127.0.0.1:(\d+)')
 CHANGE_MINUTES = 10
@@ -256,6 +261,7 @@ def test_figures_of_a_broker_that_rise(alert: str, running: Cluster, tmp_path: P
         ("MetamqMessagesGivenUp", "metamq_replication_given_up_messages_total"),
         ("MetamqMessagesFailed", "metamq_producer_failed_messages_total"),
         ("MetamqMessagesLost", "metamq_consumer_lost_messages_total"),
+        ("MetamqDeadLetters", "metamq_consumer_dead_letters_total"),
     ],
 )
 def test_the_first_value_of_a_counter_counts(alert: str, metric: str, tmp_path: Path) -> None:
@@ -296,6 +302,56 @@ def test_lost_messages(running: Cluster, tmp_path: Path) -> None:
         before = clients(consumer)
     (name,) = [one for one in before if one.startswith("metamq_consumer_lost_messages_total{")]
     fires(tmp_path, before, {**before, name: 7.0}, "MetamqMessagesLost", SOON_AFTER)
+
+
+@pytest.mark.slow
+def test_a_group_whose_offsets_are_in_a_file_and_that_published_no_progress(running: Cluster, tmp_path: Path) -> None:
+    running.create_topic("letters", partitions=1)
+    with running.producer() as producer:
+        producer.send("letters", b"1").result(60)
+    with running.consumer(topics="letters", group="copies", idle_timeout_s=1) as consumer:
+        read_to_end(consumer)
+    lags = [f'metamq_group_lag_{name}{{broker="0", group="copies"' for name in ("messages", "unknown_partitions")]
+    wait_until(lambda: lags[0] in str(scrape(running.broker, "b-0")))
+    before = scrape(running.broker, "b-0")
+    record = {"next": None, "epoch": None, "topic_id": None, "generation": 9, "consumer": "c", "kept_by": "files"}
+    zookeeper = KazooClient(running.zookeeper)
+    zookeeper.start()
+    zookeeper.set("/meta/consumers/copies/offsets/letters/0-0", json.dumps(record).encode())
+    zookeeper.stop()
+    zookeeper.close()
+    wait_until(lambda: lags[0] not in str(scrape(running.broker, "b-0")))
+    fires(tmp_path, before, scrape(running.broker, "b-0"), "MetamqGroupLagUnknown")
+
+
+@pytest.mark.slow
+def test_a_dead_letter_and_a_handler_that_does_not_return(running: Cluster, tmp_path: Path) -> None:
+    running.create_topic("jobs", partitions=1)
+    busy, go_on = threading.Event(), threading.Event()
+
+    def handle(message: Message[bytes]) -> None:
+        if message.value == b"bad":
+            raise ValueError("bad")
+        if message.value == b"slow":
+            busy.set()
+            go_on.wait(600)
+
+    with running.producer() as producer, running.consumer(topics="jobs", group="workers") as consumer:
+        thread = threading.Thread(target=consumer.run, args=(handle,), kwargs={"max_attempts": 1})
+        thread.start()
+        producer.send("jobs", b"good").result(60)
+        wait_until(lambda: value(clients(consumer), "metamq_consumer_handler_seconds_count") == 1)
+        before = clients(consumer)
+        for job in (b"bad", b"slow"):
+            producer.send("jobs", job).result(60)
+        assert busy.wait(60)
+        during = clients(consumer)
+        consumer.stop()
+        go_on.set()
+        thread.join(60)
+    idle = {name: 0.0 if "running" in name else number for name, number in before.items()}
+    fires(tmp_path, idle, during, "MetamqDeadLetters", SOON_AFTER)
+    fires(tmp_path, idle, during, "MetamqHandlerStuck")
 
 
 @pytest.mark.slow

@@ -58,11 +58,11 @@ def process(files: Path, running: Cluster, *arguments: str) -> Iterator[subproce
 
 
 @contextmanager
-def service(files: Path, running: Cluster) -> Iterator[httpx.Client]:
+def service(files: Path, running: Cluster, app: str = "orders:app") -> Iterator[httpx.Client]:
     """The service, ready."""
     port = free_port()
     with (
-        process(files, running, "-m", "uvicorn", "orders:app", "--port", str(port), "--log-level", "warning") as one,
+        process(files, running, "-m", "uvicorn", app, "--port", str(port), "--log-level", "warning") as one,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SLOW_S) as client,
     ):
 
@@ -139,3 +139,15 @@ def test_without_its_broker_the_service_is_not_ready(files: Path, running: Clust
         wait_until(lambda: client.get("/readyz").status_code == 503)
         running.broker.start()
         wait_until(lambda: client.get("/readyz").status_code == 200)
+
+
+def test_a_service_with_dbtx_is_ready_again_without_a_request_that_tries_it(files: Path, running: Cluster) -> None:
+    with service(files, running, "shop:app") as client:
+        assert client.post("/orders/1").status_code == 201
+        running.broker.kill()
+        assert client.post("/orders/2").status_code == 503
+        assert client.get("/readyz").status_code == 503
+        running.broker.start()
+        wait_until(lambda: client.get("/readyz").status_code == 200)
+        assert client.post("/orders/3").status_code == 201
+    assert ids(running, "orders") == {1: 1, 3: 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,18 @@ class Staging:
         self._turn: dict[str, int] = {}
         self.taken: Counter[int] = Counter()
         """Messages by broker id. PREPARE sends the number: the broker notices a lost message."""
+        self.began_ns = time.monotonic_ns()
+        self._given: dict[str, tuple[int, int]] = {}
+        """By topic: the messages that were given to brokers, and their bytes."""
+
+    def by_topic(self) -> dict[str, tuple[int, int]]:
+        """Returns the number of messages of each topic, and their bytes before compression. Any thread; while the
+        transaction is open, a batch that moves may be missing."""
+        found = dict(self._given)
+        full = [batch for batches in list(self._full.values()) for _place, batch in list(batches)]
+        for batch in [*list(self._open.values()), *full]:
+            found[batch.topic] = _added(found.get(batch.topic), batch)
+        return found
 
     def add_many(self, config: TopicConfig, messages: Sequence[AnyMessage], start: int) -> int:
         """Takes messages from `start` on, up to one that fills a batch; returns the index of the next.
@@ -192,8 +205,14 @@ class Staging:
 
     def _encoded(self, place: Place, batch: OutgoingBatch) -> Encoded:
         topic, topic_id, _broker_id, index = place
+        self._given[topic] = _added(self._given.get(topic), batch)
         encoded = encode(
             batch.values, base_timestamp_us=batch.timestamp_us, keys=batch.keys, timestamps_us=batch.timestamps,
             headers=batch.headers, codec=self._routes.codec,
         )  # fmt: skip
         return Encoded(PutEntry(topic, topic_id, index, len(encoded)), encoded, len(batch.values))
+
+
+def _added(known: tuple[int, int] | None, batch: OutgoingBatch) -> tuple[int, int]:
+    messages, size = known or (0, 0)
+    return messages + batch.messages, size + batch.size

@@ -13,7 +13,16 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from metamq.client.net.branches import Branch, Encoded, TxClient, new_session
-from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack, TransactionError
+from metamq.errors import (
+    BranchMisuse,
+    BranchNotKnown,
+    ConnectError,
+    Fenced,
+    MetamqError,
+    OutcomeUnknown,
+    RolledBack,
+    TransactionError,
+)
 from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
 
 if TYPE_CHECKING:
@@ -37,11 +46,13 @@ class GlobalTransaction:
         branch_timeout_s: float,
         answer_s: float,
         patience_s: float = 0.0,
+        note_answer: Callable[[int, str], None] = lambda broker_id, problem: None,
     ) -> None:
         """`staging`: None if the caller makes the batches, for send_encoded(). `branch_timeout_s`: seconds
         until brokers roll back unprepared branches; 0: each broker's own limit, from its START on. `patience_s`:
         seconds to wait for a broker at which a branch begins, or that cannot continue a branch now. For a new branch
-        the wait is at least `answer_s`."""
+        the wait is at least `answer_s`. `note_answer` gets the id of each broker that was asked, and the reason that
+        it did not answer, or ""."""
         self.gtrid = gtrid
         self.branches: dict[int, Branch] = {}
         """Branches that were begun, by broker id."""
@@ -56,6 +67,7 @@ class GlobalTransaction:
         self._deadline = time.monotonic() + branch_timeout_s
         self._answer_s = answer_s
         self._patience_s = patience_s
+        self._note_answer = note_answer
 
     def xid_at(self, broker_id: int) -> Xid:
         """Returns the id of the branch at a broker."""
@@ -110,11 +122,17 @@ class GlobalTransaction:
             branch = self.branches[broker_id] = Branch(self.xid_at(broker_id), broker_id, self._session)
             verbs = [Verb.START, *verbs]
         try:
-            return await self._client.ask(
+            code = await self._client.ask(
                 branch, verbs, batches, timeout_s=timeout_s, answer_s=self._answer_s, later_s=self._patience_s,
                 branch_timeout_s=left_s, messages=self._taken[broker_id], follows=follows, followers=followers,
             )  # fmt: skip
+            self._note_answer(broker_id, "")
+            return code
+        except (ConnectError, Fenced) as error:
+            self._note_answer(broker_id, error.problem)
+            raise
         except OutcomeUnknown as error:
+            self._note_answer(broker_id, error.problem)
             if verbs[-1] in _DECIDING:
                 raise
             what = f"{error.reason}; nothing was decided, and it can only be rolled back"
@@ -174,7 +192,11 @@ class GlobalTransaction:
         return await self._each(self.branches.values(), self._rollback_one)
 
     async def _commit_one(self, branch: Branch) -> None:
-        await self._client.ask(branch, [Verb.COMMIT], timeout_s=self._answer_s)
+        try:
+            await self._client.ask(branch, [Verb.COMMIT], timeout_s=self._answer_s)
+        except (ConnectError, Fenced, OutcomeUnknown) as error:
+            self._note_answer(branch.broker_id, error.problem)
+            raise
 
     async def _rollback_one(self, branch: Branch) -> None:
         if not branch.epoch and await self._belongs_to_another(branch):

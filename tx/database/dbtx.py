@@ -71,6 +71,7 @@ class DatabaseBlock(ABC):
         self._outcomes = OutcomeTable(table)
         self._timeout_s = timeout_s
         self._work: GlobalTransaction | None = None
+        self._staging: Staging
         self._mark = 0
         self._driver: object = None
         """The driver's connection. Several objects of SQLAlchemy may share one."""
@@ -99,10 +100,13 @@ class DatabaseBlock(ABC):
                 await database.rollback()
             raise
         _last[id(self._driver)] = self
+        core = producer._core
+        self._staging = Staging(routes_of(core))
         self._work = GlobalTransaction(
-            producer._core.cluster, Staging(routes_of(producer._core)), identity + secrets.token_bytes(16),
-            branch_timeout_s=self._timeout_s, answer_s=ANSWER_S,
+            core.cluster, self._staging, identity + secrets.token_bytes(16), branch_timeout_s=self._timeout_s,
+            answer_s=ANSWER_S, note_answer=core.note_answer,
         )  # fmt: skip
+        core.blocks.begin(self._staging)
         if isinstance(producer, TransactionalProducer):
             producer._enter_block(self)
 
@@ -123,13 +127,23 @@ class DatabaseBlock(ABC):
         if isinstance(self._producer, TransactionalProducer):
             self._producer._leave_block(self)
         if error is not None:
+            self._count(error)
             try:
                 await self._warn_if_ended()
             finally:  # also if that is cancelled: the application may use the connection again
                 await self._roll_back(work)
             return
-        with telemetry.operation("dbtx"):
-            await self._commit(work)
+        messages = {topic: number for topic, (number, _size) in self._staging.by_topic().items()}
+        try:
+            with telemetry.operation("dbtx", messages):
+                await self._commit(work)
+        except BaseException as failure:
+            self._count(failure)
+            raise
+        self._count(None)
+
+    def _count(self, error: BaseException | None) -> None:
+        self._producer._core.blocks.end(self._staging, error)
 
     async def _commit(self, work: GlobalTransaction) -> None:
         try:
@@ -185,6 +199,7 @@ class DatabaseBlock(ABC):
             log.warning("the outcome of a commit is unknown until a recoverer asks the database: %s", error)
             return
         if outcome == COMMIT:
+            self._count(None)
             await self._commit_messages(work)
         elif outcome == ABORT:
             await self._roll_back(work)
