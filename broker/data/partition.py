@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from metamq.broker.log.config import LogConfig
     from metamq.broker.log.disk.times import Search
     from metamq.broker.log.flush import FlushTicket
-    from metamq.broker.log.partition_log import PartitionLog
+    from metamq.broker.log.trim import TrimmedLog
     from metamq.tx.store.records import Key
 
 Done = Callable[[MetamqError | None], None]
@@ -64,7 +64,7 @@ class Partition:
         "readers", "stable_listener", "topic", "topic_id", "waiting", "waiting_here",
     )  # fmt: skip
 
-    def __init__(self, topic: str, topic_id: str, index: int, log: PartitionLog) -> None:
+    def __init__(self, topic: str, topic_id: str, index: int, log: TrimmedLog) -> None:
         self.topic = topic
         self.topic_id = topic_id
         self.index = index

@@ -25,7 +25,7 @@ from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.disk.derived import remove_orphans
 from metamq.broker.log.disk.files import SHORTAGES, FileCache
 from metamq.broker.log.fresh import TOGETHER, is_half_made, set_aside
-from metamq.broker.log.partition_log import PartitionLog
+from metamq.broker.log.trim import TrimmedLog
 from metamq.broker.log_once import LogOnce
 from metamq.errors import (
     ConfigError,
@@ -40,7 +40,7 @@ from metamq.threads import start_pool
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.words import count
 from metamq.zk.cluster.topics import FlushEvery, TopicConfig
-from metamq.zk.names import OWN, partition_name
+from metamq.zk.names import OWN, parse_partition, partition_name
 
 if TYPE_CHECKING:
     from metamq.broker.data.data_folder import DataFolder, TopicFolder
@@ -106,6 +106,8 @@ class Topics:
         """Called with each partition that ZooKeeper does not list any more, before it is closed."""
         self.flush_changed: Callable[[Partition], None] = lambda partition: None
         """Called with each partition whose topic starts or stops flushing before it acknowledges."""
+        self.trimmed: Callable[[], None] = lambda: None
+        """Called when messages are hidden, and must be removed from the disk."""
         self.damaged: Callable[[], None] = lambda: None
         """Called when a log was found to be damaged."""
         self.listed = 0
@@ -284,11 +286,27 @@ class Topics:
             partition.reconfigure(settings)
             if partition.flushes_before_ack != flushed_before:
                 self.flush_changed(partition)
+        self._hide(config, indexed)
         wanted = config.partitions[self._broker_id]
         missing = [index for index in range(wanted) if index not in indexed and (topic, index) not in self._broken]
         await self._open(topic, config, missing)
         self._configs[topic] = config
         self._close(topic, wanted)
+
+    def _hide(self, config: TopicConfig, indexed: Mapping[int, Partition]) -> None:
+        """Hides the messages that were deleted by a trim since the last configuration."""
+        former = self._configs.get(config.topic)
+        known = former.trims if former is not None else {}
+        for name, trim in config.trims.items():
+            broker_id, index = parse_partition(name)
+            partition = indexed.get(index) if broker_id == self._broker_id else None
+            if trim == known.get(name) or partition is None or partition.closed_by is not None:
+                continue
+            try:
+                partition.log.hide_before(*trim)
+            except CorruptData as error:
+                self.is_damaged(partition, error)
+            self.trimmed()
 
     async def _open(self, topic: str, config: TopicConfig, indexes: list[int], *, makes_missing: bool = False) -> None:
         """Opens logs, and makes those that this folder never had; with `makes_missing`, also those that it lost."""
@@ -302,6 +320,9 @@ class Topics:
                 if index in missing:
                     raise CorruptData(name, f"{missing[index]}: {folder}", hint=hint)
                 opened = await self._open_log(str(folder), name, settings)
+                if (trim := config.trims.get(partition_name(self._broker_id, index))) is not None:
+                    opened.hide_before(*trim)
+                    self.trimmed()
                 if self._folder.asks_logs_for_epoch:
                     self._folder.know_epoch(opened.epochs().last)
             except CorruptData as error:
@@ -323,13 +344,13 @@ class Topics:
                 log_once.failed(f"the logs of topic {config.topic!r} wait", error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _open_log(self, folder: str, name: str, settings: LogConfig) -> PartitionLog:
+    async def _open_log(self, folder: str, name: str, settings: LogConfig) -> TrimmedLog:
         log_once = LogOnce()
         on_loss = self._folder.raise_incarnation
         while True:
             try:
                 now_us = time.time_ns() // 1000
-                return PartitionLog.open(folder, name, settings, self._files, now_us=now_us, on_loss=on_loss)
+                return TrimmedLog.open(folder, name, settings, self._files, now_us=now_us, on_loss=on_loss)
             except TooManyOpenFiles as error:
                 log_once.failed(f"{name} waits", error)
                 await asyncio.sleep(RETRY_S)
@@ -348,7 +369,7 @@ class Topics:
         if not makes_missing:
             indexes = [index for index in indexes if not self._folder.is_made(*place, index)]
         folders = [self._folder.partition_folder(*place, index) for index in indexes]
-        PartitionLog.make(folders, config.topic, self._files)
+        TrimmedLog.make(folders, config.topic, self._files)
         if not config.topic.startswith(OWN):
             folder = self._folder.partition_folder(config.topic, config.id, 0).parent
             topic_settings.save(folder, config, self.listed)

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from metamq.broker.data.cold_reads import ColdReads
     from metamq.broker.data.partition import Partition
     from metamq.broker.data.topics import Topics
-    from metamq.broker.log.partition_log import PartitionLog
     from metamq.broker.log.store import FilePart
+    from metamq.broker.log.trim import TrimmedLog
 
 Answer = Callable[[Request, list[GetResult], list[Buffer]], None]
 
@@ -447,7 +447,7 @@ class FetchSession:
             if preferred >= 0:
                 place.offset = None
                 partition.readers.discard(place)
-                results.append(GetResult(handle, status.OK, 0, log.start_offset, log.stable_offset, None, preferred))
+                results.append(GetResult(handle, status.OK, 0, log.begin_offset, log.stable_offset, None, preferred))
         return results
 
     def _read_log(self, place: _Place, partition: Partition, offset: int, bytes_max: int) -> tuple[GetResult, Buffer]:
@@ -480,7 +480,7 @@ class FetchSession:
         place.seen = log.stable_offset, log.stable_position
         preferred = self.role.preferred_replica(partition, position + size)
         return GetResult(
-            place.entry.handle, status.OK, size, log.start_offset, log.stable_offset, None, preferred, file
+            place.entry.handle, status.OK, size, log.begin_offset, log.stable_offset, None, preferred, file
         )
 
     def close(self) -> None:
@@ -510,7 +510,7 @@ def parted(partition: Partition, offset: int, epoch: int, role: ReplicaReadRole)
         epochs = log.epochs()
     except MetamqError as error:
         return True, error
-    agreed = epochs.agrees_with_reader(offset, epoch, log.start_offset, log.end_offset)
+    agreed = epochs.agrees_with_reader(offset, epoch, log.begin_offset, log.end_offset)
     if agreed == offset:
         return True, None
     if not role.is_master and offset >= log.stable_offset:
@@ -518,11 +518,11 @@ def parted(partition: Partition, offset: int, epoch: int, role: ReplicaReadRole)
     if not role.is_master:
         return True, Fenced("this replica", f"its log has something else from {agreed} on: ask the master")
     return True, OffsetDiverged(
-        partition.name, offset, log.start_offset, log.stable_offset, agreed, epochs.epoch_of_reader(agreed)
+        partition.name, offset, log.begin_offset, log.stable_offset, agreed, epochs.epoch_of_reader(agreed)
     )
 
 
-def file_place(part: FilePart, log: PartitionLog) -> FilePlace | None:
+def file_place(part: FilePart, log: TrimmedLog) -> FilePlace | None:
     """Returns the place of a part of a log, for a reader on this machine. Raises as PartitionLog.epochs()."""
     path = os.path.abspath(part.path)
     try:

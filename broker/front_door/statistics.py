@@ -162,4 +162,5 @@ def _partition_statistics(partition: Partition) -> dict[str, Any]:
         "end_offset": log.end_offset,
         "size_bytes": log.size_bytes,
         "last_append_us": log.last_append_us,
+        "trimmed": log.trimmed,
     }

@@ -30,7 +30,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from metamq.broker.log import fresh, retention
 from metamq.broker.log.disk.derived import remove_file
@@ -95,7 +95,7 @@ class PartitionLog(DurableLog):
         *,
         now_us: int,
         on_loss: Callable[[str], object] = lambda what: None,
-    ) -> PartitionLog:
+    ) -> Self:
         """Opens the log in `folder`, or makes a new one there, and recovers it.
 
         `name` ("flights/0-3") is for errors and log lines. `on_loss` is called with a description if the log lacks
@@ -422,8 +422,8 @@ class PartitionLog(DurableLog):
 
         Never removes a segment that ends above the stable mark or above the byte `keep_from`. The active segment is
         removed only if it is too old, and is sealed first. If a segment cannot be archived, it and the younger ones
-        stay. With `drop_before`, removes every segment below that offset instead, except for the active one. Also
-        forgets expired idempotent producers. Raises StorageError, CorruptData, ClosedError.
+        stay. With `drop_before`, removes every segment below that offset instead, except for the active one, without an
+        archive. Also forgets expired idempotent producers. Raises StorageError, CorruptData, ClosedError.
         """
         self._check_writable()
         self._expire_producers(now_us)
@@ -433,7 +433,8 @@ class PartitionLog(DurableLog):
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
         going = [segment for segment in going if segment.end_position <= kept]
-        if going and self._config.cleanup == "archive" and self._config.archive_dir is not None:
+        archives = drop_before is None and self._config.cleanup == "archive"
+        if going and archives and self._config.archive_dir is not None:
             paths = [segment.path for segment in going]
             archived = yield partial(retention.archive_all, self._files, self.name, paths, self._config.archive_dir)
             going = going[:archived]

@@ -45,7 +45,8 @@ Rewritten pages are dirty, so fsync writes them. F itself is not advanced here.
 A cut is made durable before the log is used: both the file's new size and the removal of the files that describe the
 bytes behind it. Otherwise a second crash could bring the old bytes back behind new ones.
 
-A log that was being emptied at the crash has nothing to recover: see metamq.broker.log.fresh.
+A log that was being emptied at the crash has nothing to recover: see metamq.broker.log.fresh. One that was being
+trimmed may have two files with the same batches, and the start in the flush point says which one counts.
 
 Before anything is changed, the caller is notified that the log lacks messages that it had. A cut leaves no trace, and
 the next crash could lose a note that is made afterwards.
@@ -145,6 +146,24 @@ def _without_a_batch(segment: Segment, flush_file: FlushFile, point: FlushPoint)
     return RecoveredLog([segment], [], flush_file, point, point.offset, 0, ProducerStates(), report)
 
 
+def _retired(segments: list[Segment], start_position: int) -> list[Segment]:
+    """The segments that a crash kept from removal: before the log's start, or see metamq.broker.log.trim.
+
+    A segment that holds the start is one if its copy from the start on is there. The flush point has decided that. A
+    copy that the point did not reach is one, too: it ends with the segment that it was copied from.
+    """
+    is_copied = any(s.base_position == start_position for s in segments)
+    retired: list[Segment] = []
+    last: Segment | None = None
+    for segment in segments:
+        is_before = segment.base_position < start_position and (is_copied or segment.end_position <= start_position)
+        if is_before or (last is not None and segment.base_position < last.end_position == segment.end_position):
+            retired.append(segment)
+        else:
+            last = segment
+    return retired
+
+
 def _refusal(name: str, path: str, reason: str, position: int) -> CorruptData:
     return CorruptData(
         f"{name}: {path}",
@@ -172,7 +191,7 @@ class _Recovery:
         self.point = point
         self.on_loss = on_loss
         self.stable_offset_before = point.stable_offset
-        self.retired = [s for s in inventory.segments if s.end_position <= point.start_position and s.size_bytes]
+        self.retired = _retired(inventory.segments, point.start_position)
         self.segments = [s for s in inventory.segments if s not in self.retired]
         self.producers = ProducerStates()
         self.end_offset = point.offset

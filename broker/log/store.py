@@ -258,10 +258,15 @@ class SegmentStore:
         """True if the producer states can be rebuilt without the bytes below `position`."""
         return any(snapshot.position >= position for snapshot in self.snapshots)
 
-    def release_oldest(self, count: int) -> list[str]:
-        """Forgets the oldest segments. Returns the files that any thread must remove, the oldest first."""
+    def release_oldest(self, count: int, copy: Segment | None = None, index: SparseIndex | None = None) -> list[str]:
+        """Forgets the oldest segments. Returns the files that any thread must remove, the oldest first.
+
+        `copy`, with its index, takes their place: it has the end of the last of them.
+        """
         going = self.segments[:count]
-        del self.segments[:count]
+        self.segments[:count] = [] if copy is None else [copy]
+        if copy is not None and index is not None:
+            self.files.indexes.put(copy.path, index)
         paths = []
         for segment in going:
             self.files.forget(segment.path)

@@ -153,7 +153,7 @@ class GroupLagReader:
     def _reading(self, partition: Partition, record: OffsetRecord | None, before: Reading) -> Reading:
         if record is None:
             return UNKNOWN
-        next_offset = partition.log.start_offset
+        next_offset = partition.log.begin_offset
         place = record.published if record.kept_by else record.committed
         if place is not None and place.topic_id == partition.topic_id:
             next_offset = max(next_offset, place.offset)

@@ -28,6 +28,7 @@ log = logging.getLogger("metamq.broker")
 
 T = TypeVar("T")
 
+TRIM_RETRY_S = 1.0
 DISK_CHECK_S = 0.05
 """Short enough: the bytes that a broker writes in this time fit into the reserve."""
 
@@ -60,6 +61,9 @@ class Housekeeping:
         self._log_once = LogOnce()
         self._due = asyncio.Event()
         self._due.set()
+        topics.trimmed = self._due.set
+        self._trims_wait = False
+        """True if hidden messages could not be removed yet."""
         self.check_disk()
 
     async def watch_disk(self) -> None:
@@ -72,7 +76,8 @@ class Housekeeping:
         """Runs rounds until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.retention_check_s):
+                interval_s = self._config.retention_check_s
+                async with asyncio.timeout(min(interval_s, TRIM_RETRY_S) if self._trims_wait else interval_s):
                     await self._due.wait()
             self._due.clear()
             await self._round()
@@ -92,6 +97,7 @@ class Housekeeping:
             log.warning("writes are accepted again: %s bytes are free", f"{free_bytes:,}")
 
     async def _round(self) -> None:
+        self._trims_wait = False
         for partition in self._topics.partitions():
             if partition.closed_by is not None:
                 continue
@@ -113,6 +119,7 @@ class Housekeeping:
         self._log_once.worked("retention and checkpoints continue")
 
     async def _look_after(self, partition: Partition) -> None:
+        await self._trim(partition)
         # Asked for each partition: a commit since the start of this round may have appended to this one.
         keep_from, drop_before = await self._transactions.kept(partition, self._folder.generation)
         steps = partition.log.retain(time.time_ns() // 1000, keep_from, drop_before)
@@ -124,6 +131,24 @@ class Housekeeping:
                 extra=fields,
             )  # fmt: skip
         await self._carry_out(partition, partition.log.checkpoint())
+
+    async def _trim(self, partition: Partition) -> None:
+        """Removes messages that were deleted by a trim."""
+        if not partition.log.has_hidden:
+            return
+        others_wait, self._trims_wait = self._trims_wait, True
+        keep_from, _ = await self._transactions.kept(partition, self._folder.generation)
+        before = partition.log.start_offset, partition.log.start_position
+        steps = partition.log.remove_hidden(time.time_ns() // 1000, keep_from)
+        if await self._carry_out(partition, steps):
+            self._trims_wait = others_wait
+        size = partition.log.start_position - before[1]
+        if size:
+            log.info(
+                "%s: a trim removed offsets %d to %d, %s bytes",
+                partition.name, before[0], partition.log.start_offset - 1, f"{size:,}",
+                extra={"topic": partition.topic, "partition": partition_name(self._config.id, partition.index)},
+            )  # fmt: skip
 
     async def _carry_out(self, partition: Partition, steps: Steps[T]) -> T:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""`metamq topic`: create, list, describe, alter, delete, and the schemas."""
+"""`metamq topic`: create, list, describe, alter, delete; tail, trim and the schemas are in files of their own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from metamq.cli.command import Group
 from metamq.cli.context import current
 from metamq.cli.messages.tail import tail
+from metamq.cli.messages.trim import trim
 from metamq.cli.schemas.schema import schema
 from metamq.cli.show import units
 from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, YES, confirm, count, print_json, print_table, say
@@ -90,6 +91,7 @@ def topic() -> None:
 
 
 topic.add_command(tail)
+topic.add_command(trim)
 topic.add_command(schema)
 
 

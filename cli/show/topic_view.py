@@ -15,12 +15,12 @@ from metamq.zk.cluster.topics import FlushEvery, TopicConfig
 if TYPE_CHECKING:
     from metamq.client.admin.admin_model import TopicDescription
 
+_LEFT_OUT = ("unknown", "schemas", "trims")
+
 
 def config_json(config: TopicConfig) -> dict[str, Any]:
     """Returns a topic's configuration for -o json: the names of TopicConfig; sizes in bytes, times in milliseconds."""
-    document = {
-        field.name: getattr(config, field.name) for field in fields(config) if field.name not in ("unknown", "schemas")
-    }
+    document = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _LEFT_OUT}
     document["partitions"] = {str(broker_id): number for broker_id, number in config.partitions.items()}
     if isinstance(config.flush, FlushEvery):
         document["flush"] = {"messages": config.flush.messages, "ms": config.flush.ms}

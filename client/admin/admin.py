@@ -33,12 +33,14 @@ if TYPE_CHECKING:
         MasterPlace,
         OffsetReset,
         OpenBranches,
+        PartitionTrim,
         PromotionPlan,
         RemovalPlan,
         ResetTo,
         TokenDescription,
         TopicDescription,
         TopicSettings,
+        TrimBefore,
     )
     from metamq.client.net.cluster import ClusterClient
     from metamq.client.schemas.topic import Topic
@@ -172,6 +174,24 @@ class Admin:
         removes the data when it comes back.
         """
         return self._call(admin_topics.delete_topic, topic, timeout_s)
+
+    def trim(
+        self, topic: str, before: TrimBefore, *, dry_run: bool = False, timeout_s: float = WAIT_S
+    ) -> tuple[PartitionTrim, ...]:
+        """Deletes the messages before an offset, at once, on every replica. Returns the effect on each partition.
+
+        `before`: an offset for every partition, {TopicPartition: offset} for some, an aware datetime (the first message
+        at or after it, or the end), or "latest": all messages. `dry_run` changes nothing.
+
+        Readers of a deleted message get OffsetOutOfRange, as after retention. The call waits until the messages are
+        gone from the disk of each running replica. Others remove them when they start. Messages that share a batch with
+        the first one that stays remain on the disk: see PartitionTrim. Nothing goes to the archive. May be repeated.
+
+        Raises TopicNotFound, PartitionNotFound, ConnectError; OffsetOutOfRange beyond the end, ConfigError; Timeout
+        after `timeout_s`: then the deletion is stored, and the replica that the error names carries it out later.
+        NotAuthorized without the right alter on the topic; without describe on the cluster, but then it is stored.
+        """
+        return self._call(admin_removal.trim, topic, before, dry_run=dry_run, timeout_s=timeout_s)
 
     def topics(self) -> dict[str, TopicConfig]:
         """Returns every topic's configuration by name, in alphabetical order."""

@@ -287,8 +287,8 @@ def _check_kept_here(group: str, topic: str, records: Iterable[OffsetRecord | No
 
 async def _targets(cluster: ClusterClient, config: TopicConfig, to: ResetTo) -> dict[TopicPartition, tuple[int, int]]:
     """Returns partition -> (offset, master's epoch). Raises OffsetOutOfRange, PartitionNotFound, ConnectError."""
-    wanted = _wanted(config, to)
-    found = await ask_offsets(cluster, {tp: (config.id, _question(to)) for tp in wanted})
+    wanted = wanted_offsets(config, to)
+    found = await ask_offsets(cluster, {tp: (config.id, question(to)) for tp in wanted})
     targets = {}
     for tp, explicit in wanted.items():
         answer = found[tp]
@@ -303,8 +303,8 @@ async def _targets(cluster: ClusterClient, config: TopicConfig, to: ResetTo) -> 
     return targets
 
 
-def _wanted(config: TopicConfig, to: ResetTo) -> dict[TopicPartition, int | None]:
-    """Returns the partitions to reset, with their offsets if these are given. Raises ConfigError, PartitionNotFound."""
+def wanted_offsets(config: TopicConfig, to: ResetTo) -> dict[TopicPartition, int | None]:
+    """Returns the chosen partitions, with their offsets if these are given. Raises ConfigError, PartitionNotFound."""
     if isinstance(to, int) and not isinstance(to, bool):
         return dict.fromkeys(config.topic_partitions, to)
     if isinstance(to, datetime) and to.tzinfo is not None:
@@ -327,7 +327,8 @@ def _wanted(config: TopicConfig, to: ResetTo) -> dict[TopicPartition, int | None
     return wanted
 
 
-def _question(to: ResetTo) -> int:
+def question(to: ResetTo) -> int:
+    """Returns the time to ask for in an OFFSETS."""
     if isinstance(to, datetime):
         return requested_time_us(to)
     return EARLIEST if to == "earliest" else LATEST

@@ -12,6 +12,7 @@ from metamq.errors import MetamqError
 from metamq.zk.cluster.topics import Flush, TopicConfig
 from metamq.zk.partitions import TopicPartition
 
+TrimBefore = Literal["latest"] | datetime | int | Mapping[TopicPartition, int]
 ResetTo = Literal["earliest", "latest"] | datetime | int | Mapping[TopicPartition, int]
 """The target of `reset_offsets`: an end of the log, the first message at or after an aware time, one offset for every
 partition, or an offset for each of some partitions."""
@@ -213,6 +214,24 @@ class OffsetReset:
     partition: str
     before: int | None
     after: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionTrim:
+    """The effect of trim() on one partition. It began at the offset `begin_before`, and begins at `begin`.
+
+    `messages` were deleted, or will be, with about `bytes` on each replica's disk; None if that is not known.
+    `kept_on_disk`: messages before `begin` that no reader gets, but that share a batch with it. The disk keeps them
+    until this batch goes; None in a dry run.
+    """
+
+    topic: str
+    partition: str
+    begin_before: int
+    begin: int
+    messages: int
+    bytes: int | None
+    kept_on_disk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 A broker id is removed in three steps, each of which may be repeated: its state, so a broker that comes back
 nevertheless is refused and keeps its data; its partitions in the topics; the groups' offsets in these partitions. A
 registered broker or replica is not removed, and a broker that registers meanwhile stops the first step.
+
+Messages are removed by a trim in the topic's configuration (metamq.zk.cluster.trims), which each replica carries out.
 """
 
 from __future__ import annotations
@@ -13,27 +15,36 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_brokers import children
-from metamq.client.admin.admin_model import RemovalPlan
-from metamq.errors import ConfigError, CorruptData, MetamqError
+from metamq.client.admin.admin_brokers import ask_offsets, children, sizes_on_disk
+from metamq.client.admin.admin_groups import question, wanted_offsets
+from metamq.client.admin.admin_model import PartitionTrim, RemovalPlan
+from metamq.client.admin.admin_topics import wait_for
+from metamq.client.checks import check_seconds
+from metamq.client.net import paged_requests
+from metamq.errors import ConfigError, CorruptData, MetamqError, NotAuthorized, OffsetOutOfRange, TopicNotFound
 from metamq.words import count
 from metamq.zk.cluster.brokers import BrokerState, master_of, read_state, state_json
 from metamq.zk.cluster.epochs import CLASSES
 from metamq.zk.cluster.replicas import had_slaves, slaves_of
 from metamq.zk.cluster.topics import TopicConfig, from_json, to_json
+from metamq.zk.cluster.trims import Trim
 from metamq.zk.errors import BadVersion, NoNode, NotEmpty
 from metamq.zk.groups.members import owned_partitions
 from metamq.zk.groups.plans import read_plan
-from metamq.zk.names import parse_partition
+from metamq.zk.names import parse_partition, partition_name
 from metamq.zk.nodes import ANY_VERSION, Check, Delete, Op, SetData
+from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
+    from metamq.client.admin.admin_model import TrimBefore
     from metamq.client.net.cluster import ClusterClient
     from metamq.zk.cluster.registrations import BrokerAddress
     from metamq.zk.session.session import Session
 
 RELEASE_S = 10.0
 LOOK_AGAIN_S = 0.05
+REPLICA_S = 3.0
+"""Seconds for the answer of one replica."""
 ACCEPT_HINT = "`--accept-loss`, in Python `accept_loss=True`, removes it nevertheless."
 
 
@@ -261,3 +272,115 @@ def _is_of(name: str, broker_id: int) -> bool:
         return parse_partition(name)[0] == broker_id
     except MetamqError:
         return False
+
+
+# -- messages: see Admin.trim -----------------------------------------------------------------------------------------
+
+
+async def trim(
+    cluster: ClusterClient, topic: str, before: TrimBefore, *, dry_run: bool, timeout_s: float
+) -> tuple[PartitionTrim, ...]:
+    """Deletes the messages before an offset or a time. See Admin.trim."""
+    check_seconds("timeout_s", timeout_s)
+    config = await cluster.topics.get(topic)
+    planned = await _plan_trims(cluster, config, before)
+    if dry_run:
+        return tuple(plan for plan, _trim in planned.values())
+
+    def change(present: TopicConfig) -> TopicConfig:
+        if present.id != config.id:
+            raise TopicNotFound.made_anew(topic, present.id, config.id)
+        trims = dict(present.trims)
+        for tp, (plan, new) in planned.items():
+            there = trims.get(tp.partition)
+            is_newer = there is not None and there != config.trims.get(tp.partition) and there.offset >= new.offset
+            is_done = there is not None and new.offset <= plan.begin_before
+            if new.epoch >= 0 and not is_newer and not is_done:
+                trims[tp.partition] = new
+        return replace(present, trims=trims)
+
+    await cluster.topics.alter(topic, change)
+    starts: dict[TopicPartition, int] = {}
+    hint = "The deletion is stored: each replica carries it out when it can. Repeat the command to see it done."
+
+    async def missing() -> str:
+        starts.clear()
+        present = await cluster.topics.get(topic)  # with later trims of others
+        wanted = {tp: there for tp in planned if (there := present.trims.get(tp.partition)) is not None}
+        return await _untrimmed(cluster, wanted, starts)
+
+    await wait_for(f"the deletion in topic {topic!r}", timeout_s, missing, hint)
+    return tuple(
+        replace(plan, kept_on_disk=max(plan.begin - starts.get(tp, plan.begin), 0))
+        for tp, (plan, _trim) in planned.items()
+    )
+
+
+async def _plan_trims(
+    cluster: ClusterClient, config: TopicConfig, before: TrimBefore
+) -> dict[TopicPartition, tuple[PartitionTrim, Trim]]:
+    """Returns the effect on each partition. Raises OffsetOutOfRange, PartitionNotFound, ConnectError, ConfigError."""
+    if before == "earliest":
+        raise ConfigError("`before` is 'earliest'", hint="Give 'latest', an aware datetime, or offsets.")
+    wanted = wanted_offsets(config, before)
+    found = await ask_offsets(cluster, {tp: (config.id, question(before)) for tp in wanted})
+    sizes = await sizes_on_disk(cluster, sorted({parse_partition(tp.partition)[0] for tp in wanted}))
+    planned = {}
+    for tp, explicit in wanted.items():
+        answer = found[tp]
+        if isinstance(answer, MetamqError):
+            raise answer
+        offset, start, end = answer.offset if explicit is None else explicit, answer.start_offset, answer.stable_offset
+        if not 0 <= offset <= end:
+            error = OffsetOutOfRange(str(tp), offset, start, end)
+            error.hint = f"Give an offset up to {end:,}, a time or 'latest'."
+            raise error
+        messages = max(offset - start, 0)
+        size = sizes.get(tp)
+        share = None if size is None else round(size * messages / max(end - start, 1))
+        plan = PartitionTrim(tp.topic, tp.partition, start, max(offset, start), messages, share)
+        planned[tp] = plan, Trim(offset, answer.epoch)
+    return planned
+
+
+async def _untrimmed(
+    cluster: ClusterClient, wanted: Mapping[TopicPartition, Trim], starts: dict[TopicPartition, int]
+) -> str:
+    """Returns a replica that still has deleted messages on its disk, in words, or "". Notes the starts of the logs."""
+    for broker_id in sorted({parse_partition(tp.partition)[0] for tp in wanted}):
+        replicas = await _registered(cluster.session, broker_id)
+        if not any(one.role == "master" for one in replicas.values()):
+            return f"broker {broker_id} has no master at present"
+        its = {tp: trim_ for tp, trim_ in wanted.items() if parse_partition(tp.partition)[0] == broker_id}
+        for address in replicas.values():
+            try:
+                async with asyncio.timeout(REPLICA_S):
+                    problem = await _untrimmed_at(cluster, address, its, starts)
+            except NotAuthorized:
+                raise
+            except MetamqError as error:
+                problem = f"does not answer: {error.problem}"
+            except TimeoutError:
+                problem = "does not answer"
+            if problem:
+                return f"replica {address.replica} of broker {broker_id} at {address.address} {problem}"
+    return ""
+
+
+async def _untrimmed_at(
+    cluster: ClusterClient,
+    address: BrokerAddress,
+    wanted: Mapping[TopicPartition, Trim],
+    starts: dict[TopicPartition, int],
+) -> str:
+    connection = await cluster.connections.get(address)
+    found = (await paged_requests.ask_statistics(connection))["partitions"]
+    entries = {TopicPartition(one["topic"], partition_name(address.broker_id, one["partition"])): one for one in found}
+    for tp, trim_ in wanted.items():
+        entry = entries.get(tp, {})
+        if "trimmed" not in entry:
+            return f"does not serve {tp}, or its metamq {address.version} knows no trims"
+        if tuple(entry["trimmed"]) != trim_:
+            return f"still has deleted messages of {tp} on its disk"
+        starts[tp] = min(entry["start_offset"], starts.get(tp, entry["start_offset"]))
+    return ""

@@ -149,7 +149,7 @@ async def delete_topic(cluster: ClusterClient, topic: str, timeout_s: float) -> 
                 return f"{', '.join(names)} still offer it"
         return ""
 
-    await _wait(f"the end of topic {topic!r}", timeout_s, withdrawn, "It is deleted; brokers follow when they can.")
+    await wait_for(f"the end of topic {topic!r}", timeout_s, withdrawn, "It is deleted; brokers follow when they can.")
     for kind in OFFER_KINDS:
         # NotEmpty: the topic has been created again. NotAuthorized: only brokers may remove the node.
         with contextlib.suppress(NoNode, NotEmpty, NotAuthorized):
@@ -281,7 +281,7 @@ async def _wait_served(
                 return f"{tp}: {answer.problem}"
         return ""
 
-    await _wait(f"the start of topic {config.topic!r} at its brokers", timeout_s, served, hint)
+    await wait_for(f"the start of topic {config.topic!r} at its brokers", timeout_s, served, hint)
 
 
 async def _offered_counts(session: Session, topic: str, broker_id: int) -> set[int | None]:
@@ -296,7 +296,7 @@ async def _offered_counts(session: Session, topic: str, broker_id: int) -> set[i
     return found
 
 
-async def _wait(what: str, timeout_s: float, missing: Callable[[], Awaitable[str]], hint: str) -> None:
+async def wait_for(what: str, timeout_s: float, missing: Callable[[], Awaitable[str]], hint: str) -> None:
     """Calls `missing` until it returns "". Raises Timeout with its last answer."""
     pause_s, words = LOOK_AGAIN_S, "ZooKeeper did not answer"
     try:

@@ -30,12 +30,14 @@ if TYPE_CHECKING:
         MasterPlace,
         OffsetReset,
         OpenBranches,
+        PartitionTrim,
         PromotionPlan,
         RemovalPlan,
         ResetTo,
         TokenDescription,
         TopicDescription,
         TopicSettings,
+        TrimBefore,
     )
     from metamq.client.schemas.topic import Topic
     from metamq.security.config import SecurityConfig
@@ -130,6 +132,12 @@ class Admin:
     async def delete(self, topic: str, *, timeout_s: float = WAIT_S) -> TopicConfig | None:
         """See metamq.Admin.delete."""
         return await self._core.call(admin_topics.delete_topic, topic, timeout_s)
+
+    async def trim(
+        self, topic: str, before: TrimBefore, *, dry_run: bool = False, timeout_s: float = WAIT_S
+    ) -> tuple[PartitionTrim, ...]:
+        """See metamq.Admin.trim."""
+        return await self._core.call(admin_removal.trim, topic, before, dry_run=dry_run, timeout_s=timeout_s)
 
     async def topics(self) -> dict[str, TopicConfig]:
         """See metamq.Admin.topics."""

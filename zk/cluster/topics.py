@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from metamq.errors import ConfigError, CorruptData, NotAuthorized, TopicExists, TopicNotFound
 from metamq.zk.cluster.schemas import NO_SCHEMAS, TopicSchemas, schemas_of
+from metamq.zk.cluster.trims import NO_TRIMS, Trims, check_trims, check_trims_follow, trims_of
 from metamq.zk.documents import broker_number, fields, read_document, shown
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
 from metamq.zk.names import check_node, check_topic
@@ -92,6 +93,8 @@ class TopicConfig:
     min_insync: int = 1
     replication: Literal["async", "sync"] = "async"
     schemas: TopicSchemas = NO_SCHEMAS
+    trims: Trims = field(default_factory=dict)
+    """The messages that were deleted by Admin.trim(), by partition."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Settings of a newer metamq in the node; an alteration keeps them unchanged."""
 
@@ -120,6 +123,7 @@ class TopicConfig:
         self._check_range("min_insync", self.min_insync, 1, 16)
         self._check_choice("replication", self.replication, ("async", "sync"))
         self.schemas.validate(self.topic)
+        check_trims(self.topic, self.trims)
 
     def _check_partitions(self) -> None:
         for broker_id, count in self.partitions.items():
@@ -175,6 +179,8 @@ def to_json(config: TopicConfig) -> bytes:
     document["partitions"] = {str(broker_id): config.partitions[broker_id] for broker_id in sorted(config.partitions)}
     if config.schemas != NO_SCHEMAS:
         document["schemas"] = config.schemas.to_document()
+    if config.trims:
+        document["trims"] = {name: [*config.trims[name]] for name in sorted(config.trims)}
     document["flush"] = {"messages": flush.messages, "ms": flush.ms} if isinstance(flush, FlushEvery) else flush
     return json.dumps(document, indent=1).encode()
 
@@ -199,7 +205,8 @@ def from_json(topic: str, data: bytes) -> TopicConfig:
         if isinstance(flush, dict):
             flush = FlushEvery(**flush)
         schemas = schemas_of(fields(document.pop("schemas"))) if "schemas" in document else NO_SCHEMAS
-        config = TopicConfig(topic, partitions, flush=flush, schemas=schemas, unknown=document, **settings)
+        trims = trims_of(document.pop("trims")) if "trims" in document else NO_TRIMS
+        config = TopicConfig(topic, partitions, flush=flush, schemas=schemas, trims=trims, unknown=document, **settings)
         config.validate()
         return config
 
@@ -238,6 +245,7 @@ def check_alteration(before: TopicConfig, after: TopicConfig) -> None:
     if (after.topic, after.id) != (before.topic, before.id):
         raise ConfigError(f"topic {before.topic!r} keeps its name and its id {before.id}", hint="Make a new topic.")
     before.schemas.check_successor(before.topic, after.schemas)
+    check_trims_follow(before.topic, before.trims, after.trims)
     for broker_id, count in before.partitions.items():
         if after.partitions.get(broker_id, 0) < count:
             raise ConfigError(

@@ -109,6 +109,16 @@ class SparseIndex:
         for column in (self._offsets, self._positions, self._maxima):
             del column[at:]
 
+    def of_the_end(self, offset: int, position: int) -> SparseIndex:
+        """The index of a copy of the segment from this batch on. Its maxima may be too late: searches lower them."""
+        index, at = SparseIndex(offset, position), bisect_right(self._positions, position)
+        index.end_offset, index.end_position, index._next_entry_at = self.end_offset, self.end_position, position
+        index.max_timestamp_us, index.last_append_us = self.max_timestamp_us, self.last_append_us
+        index._offsets = array("Q", (offset, *self._offsets[at:]))
+        index._positions = array("Q", (position, *self._positions[at:]))
+        index._maxima = array("q", (NO_TIME, *self._maxima[at:]))
+        return index
+
     def to_bytes(self) -> bytes:
         """The bytes of the index's file."""
         columns = b"".join((self._offsets.tobytes(), self._positions.tobytes(), self._maxima.tobytes()))
