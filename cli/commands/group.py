@@ -1,4 +1,4 @@
-"""`metamq group`: list, describe, explain, reset, evict, owner, delete."""
+"""`metamq group`: list, describe, explain, reset, copy-offsets, delete-offsets, evict, owner, delete."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from metamq.cli.show.output import (
     table_lines,
 )
 from metamq.cli.show.units import EXISTING_GROUP, PLACE, TOPIC, Parsed, show_age
+from metamq.cli.upkeep.database import HELP, parse_database
+from metamq.cli.upkeep.group_offsets import copy_offsets, delete_offsets
 from metamq.errors import ConfigError, ConnectError
 from metamq.security.rights import ANY_PRINCIPAL
 from metamq.zk.names import check_consumer, parse_partition
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
+    from metamq import Admin, DatabaseOffsets
     from metamq.client.admin.admin_model import (
         GroupDescription,
         GroupPartition,
@@ -44,6 +47,10 @@ RESET_HEADINGS = ("PARTITION", "BEFORE", "AFTER")
 @click.group(cls=Group)
 def group() -> None:
     """Show consumer groups, set their offsets, evict members."""
+
+
+group.add_command(copy_offsets)
+group.add_command(delete_offsets)
 
 
 @group.command("list")
@@ -207,6 +214,13 @@ def _parse_partition_offset(text: str) -> tuple[str, int]:
     "--partition", "offsets", type=Parsed("offset", _parse_partition_offset), multiple=True, metavar="0-3=1200",
     help="An offset for one partition; repeatable. The others stay as they are.",
 )  # fmt: skip
+@click.option(
+    "--database", "connect", type=Parsed("database", parse_database), metavar="DATABASE",
+    help=f"{HELP} For a group that keeps its offsets there.",
+)  # fmt: skip
+@click.option(
+    "--table", default="metamq_offsets", show_default=True, metavar="NAME", help="The table of the offsets there."
+)
 @click.option("--dry-run", is_flag=True, help="Only print the plan; ends with status 0.")
 @YES
 @TABLE_OR_JSON
@@ -216,6 +230,8 @@ def reset(
     place: Any,
     shift_by: int | None,
     offsets: tuple[tuple[str, int], ...],
+    connect: Any,
+    table: str,
     dry_run: bool,
     yes: bool,
     output: str,
@@ -233,28 +249,35 @@ def reset(
     metamq group reset etl flights --to -100 --dry-run
     metamq group reset etl flights --shift-by -10 --yes
     metamq group reset etl flights --partition 0-3=1200 --yes
+    metamq group reset totals flights --to latest --database sqlite:///shop.db
     """
     if [place is not None, shift_by is not None, bool(offsets)].count(True) != 1:
         raise click.UsageError("give either --to, --shift-by or --partition, for the group's new offsets")
     with current().admin() as admin:
+        storage = _storage(connect, table) if connect is not None else None
         if shift_by is not None:
-            to: ResetTo = _shifted(admin.describe_group(name), topic, shift_by)
+            to: ResetTo = _shifted(admin, name, topic, shift_by, storage)
         elif isinstance(place, int) and place < 0:
             to = _before_the_end(admin.describe_topic(topic), place)
         else:
             to = {TopicPartition(topic, partition): offset for partition, offset in offsets} if offsets else place
-        resets = admin.reset_offsets(name, topic, to, dry_run=True)
+        resets = admin.reset_offsets(name, topic, to, dry_run=True, offsets=storage)
         if not dry_run:
             confirm([f"Group {name}, topic {topic}:", *table_lines(RESET_HEADINGS, _rows(resets))], yes=yes)
-            resets = admin.reset_offsets(
-                name, topic, {TopicPartition(topic, one.partition): one.after for one in resets}
-            )
+            to = {TopicPartition(topic, one.partition): one.after for one in resets}
+            resets = admin.reset_offsets(name, topic, to, offsets=storage)
     if output == "json":
         print_json([asdict(one) for one in resets])
     elif dry_run:
         print_table(RESET_HEADINGS, _rows(resets))
     if not dry_run:
         say(f"{count(len(resets), 'offset')} set.")
+
+
+def _storage(connect: Any, table: str) -> DatabaseOffsets:
+    from metamq import DatabaseOffsets
+
+    return DatabaseOffsets(connect, table=table)
 
 
 def _before_the_end(found: TopicDescription, place: int) -> dict[TopicPartition, int]:
@@ -267,18 +290,20 @@ def _before_the_end(found: TopicDescription, place: int) -> dict[TopicPartition,
     return offsets
 
 
-def _shifted(found: GroupDescription, topic: str, shift: int) -> dict[TopicPartition, int]:
+def _shifted(
+    admin: Admin, name: str, topic: str, shift: int, storage: DatabaseOffsets | None
+) -> dict[TopicPartition, int]:
     """Returns each committed offset plus the shift, within the log. Raises ConfigError without any, ConnectError."""
-    offsets = {}
-    for part in found.partitions:
-        if part.topic != topic or part.committed is None:
-            continue
-        if part.start is None or part.end is None:
-            raise _unknown_end(topic, part.partition, part.problem)
-        offsets[TopicPartition(topic, part.partition)] = min(max(part.committed + shift, part.start), part.end)
+    starts = admin.reset_offsets(name, topic, "earliest", dry_run=True, offsets=storage)
+    ends = admin.reset_offsets(name, topic, "latest", dry_run=True, offsets=storage)
+    offsets = {
+        TopicPartition(topic, end.partition): min(max(end.before + shift, start.after), end.after)
+        for start, end in zip(starts, ends, strict=True)
+        if end.before is not None
+    }
     if not offsets:
         hint = "Give --to or --partition: there is no offset to shift."
-        raise ConfigError(f"group {found.group!r} has no committed offsets in topic {topic!r}", hint=hint)
+        raise ConfigError(f"group {name!r} has no committed offsets in topic {topic!r}", hint=hint)
     return offsets
 
 

@@ -1,4 +1,4 @@
-"""`metamq tx`: list, show, commit, rollback, forget."""
+"""`metamq tx`: list, show, recover, commit, rollback, forget."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from metamq.cli.show.output import (
     say,
 )
 from metamq.cli.show.units import BROKER, show_age, show_bytes
+from metamq.cli.upkeep.recover import recover
 from metamq.errors import BranchNotKnown, ConfigError, ConnectError
 from metamq.wire.xa import XACode, Xid
 
@@ -57,6 +58,9 @@ def tx() -> None:
     metamq tx show 19793_b3JkZXItMTc=_MA==
     metamq tx rollback 19793_b3JkZXItMTc=_MA==
     """
+
+
+tx.add_command(recover)
 
 
 @tx.command("list")
@@ -200,7 +204,7 @@ def next_steps(one: BranchDescription) -> list[str]:
         return [f"Do nothing while broker {one.follows} can be reached: the brokers end it."]
     gtrid = one.xid.gtrid
     if gtrid.startswith(b"db:"):
-        return ["Run a Recoverer on that database: it reads the decision.", _LAST]
+        return ["Run `metamq tx recover`, or a Recoverer, on that database: it reads the decision.", _LAST]
     if gtrid.startswith(b"co-"):
         return ["Start that Coordinator again: it reads its log.", _LAST]
     if gtrid.startswith(b"spark:job-"):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         GroupExplanation,
         GroupSummary,
         MasterPlace,
+        OffsetChange,
         OffsetReset,
         OpenBranches,
         PartitionTrim,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         TrimBefore,
     )
     from metamq.client.net.cluster import ClusterClient
+    from metamq.client.offsets.offsets_database import DatabaseOffsets
     from metamq.client.schemas.topic import Topic
     from metamq.security.config import SecurityConfig
     from metamq.security.rights import RightDecision, Rule
@@ -221,16 +223,50 @@ class Admin:
         """Explains a group's plan, and the partitions that are not as planned. Raises ConfigError as describe_group."""
         return self._call(admin_groups.explain_group, group)
 
-    def reset_offsets(self, group: str, topic: str, to: ResetTo, *, dry_run: bool = False) -> tuple[OffsetReset, ...]:
+    def reset_offsets(
+        self, group: str, topic: str, to: ResetTo, *, dry_run: bool = False, offsets: DatabaseOffsets | None = None
+    ) -> tuple[OffsetReset, ...]:
         """Sets the offsets at which a group continues in a topic. Returns each partition's offset before and after.
 
         `to`: "earliest", "latest", an aware datetime (the first message at or after it, or the end), an offset for
-        every partition, or {TopicPartition: offset} for some. `dry_run` changes nothing.
+        every partition, or {TopicPartition: offset} for some. `dry_run` changes nothing. `offsets`: the storage of a
+        group that keeps its offsets in a database, as its consumers have it. The call then waits until the last owner's
+        open transaction ends. After an error some partitions may be set: repeat the call.
 
         All offsets are found before the first is written. Raises ConfigError if the group does not exist or has
         members, which it names; TopicNotFound, PartitionNotFound, OffsetOutOfRange, ConnectError.
         """
-        return self._call(admin_groups.reset_offsets, group, topic, to, dry_run=dry_run)
+        return self._call(admin_groups.reset_offsets, group, topic, to, dry_run=dry_run, offsets=offsets)
+
+    def delete_offsets(self, group: str, topic: str, *, dry_run: bool = False) -> tuple[OffsetChange, ...]:
+        """Deletes a group's offsets in one topic, which may be gone. Returns each partition's offset before.
+
+        The group may have members that read other topics. A member that starts meanwhile waits. `dry_run` changes
+        nothing. After an error some offsets may be deleted: repeat the call. Raises ConfigError if there is no such
+        group, if it has no offsets there or does not keep them in ZooKeeper, or if members read the topic or own its
+        partitions; NotAuthorized, ConnectError.
+        """
+        return self._call(admin_groups.delete_offsets, group, topic, dry_run=dry_run)
+
+    def copy_offsets(
+        self,
+        source: str,
+        target: str,
+        topics: Collection[str] | None = None,
+        *,
+        overwrite: bool = False,
+        dry_run: bool = False,
+    ) -> tuple[OffsetChange, ...]:
+        """Copies the offsets of group `source` to group `target`, in `topics` or all topics. Returns the target's
+        offsets before and after.
+
+        `source` may have members; its offsets are those at the call. `target` is made if it does not exist. Offsets of
+        its own are replaced only with `overwrite`. A member that starts meanwhile waits. `dry_run` changes nothing.
+        After an error some offsets may be copied: repeat the call. Raises ConfigError if `source` has no offsets, if a
+        group does not keep them in ZooKeeper, if members of `target` read the topics or own partitions of them, or if
+        `target` has other offsets; TopicNotFound, NotAuthorized, ConnectError.
+        """
+        return self._call(admin_groups.copy_offsets, source, target, topics, overwrite=overwrite, dry_run=dry_run)
 
     def evict(self, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
         """Removes a member with a live session from its group. Returns the partitions that other members get now.

@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import difflib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from metamq.client.admin.admin_model import (
     GroupPartition,
     GroupSummary,
     MemberDescription,
+    OffsetChange,
     OffsetReset,
     ResetTo,
 )
@@ -30,6 +32,8 @@ from metamq.client.checks import is_whole, partition_of, wrong_type
 from metamq.client.group.rebalance_decisions import why_idle
 from metamq.client.group.strategies import explain
 from metamq.client.model import requested_time_us
+from metamq.client.offsets.offsets import CommitRequest
+from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, MetamqError, NotAuthorized, OffsetOutOfRange, PartitionNotFound
 from metamq.security.names import check_name
 from metamq.security.rights import ANY_PRINCIPAL
@@ -39,8 +43,10 @@ from metamq.zk.cluster.node_acls import give_group
 from metamq.zk.documents import skip_unreadable
 from metamq.zk.errors import NoNode, NotEmpty
 from metamq.zk.groups import members
-from metamq.zk.groups.ownership import CommittedOffset, OffsetRecord, read_offset, reset_offset
+from metamq.zk.groups.hold import held
+from metamq.zk.groups.ownership import CommittedOffset, OffsetRecord, clear, publish, read_offset, reset_offset
 from metamq.zk.groups.plans import Plan, read_plan
+from metamq.zk.groups.together import commit_all
 from metamq.zk.names import check_consumer, check_node
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.partitions import TopicPartition, partition_order
@@ -49,6 +55,7 @@ from metamq.zk.session.acls import owner_of
 
 if TYPE_CHECKING:
     from metamq.client.net.cluster import ClusterClient
+    from metamq.client.typevars import T
     from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.groups.members import Member
     from metamq.zk.session.session import Session
@@ -82,10 +89,27 @@ async def all_groups(cluster: ClusterClient) -> dict[str, GroupSummary]:
 async def _summary(session: Session, group: str) -> GroupSummary:
     present = await _members(session, group)
     stored = await read_plan(session, group)
-    topics = {topic for member in present.values() for topic in member.topics}
-    topics.update(await children(session, session.paths.offset_topics(group)))
+    topics = await _topics_of(session, group, present)
     strategy = _strategy(present, stored.plan if stored else None)
     return GroupSummary(group, tuple(present), tuple(sorted(topics)), strategy, await _owner(session, group))
+
+
+async def _topics_of(session: Session, group: str, present: Mapping[str, Member]) -> set[str]:
+    """Returns the topics that members read, and those with offsets that are not deleted."""
+    topics = {topic for member in present.values() for topic in member.topics}
+    for topic in await children(session, session.paths.offset_topics(group)):
+        if topic not in topics and not await _is_cleared(session, group, topic):
+            topics.add(topic)
+    return topics
+
+
+async def _is_cleared(session: Session, group: str, topic: str) -> bool:
+    names = await children(session, session.paths.offsets(group, topic))
+    for name in names:
+        record = _record(await _readable_offset(session, group, TopicPartition(topic, name)))
+        if record is None or not record.is_cleared:
+            return False
+    return bool(names)
 
 
 async def _owner(session: Session, group: str) -> str | None:
@@ -108,10 +132,9 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
     present = await _members(session, group)
     stored = await read_plan(session, group)
     owners = await members.owned_partitions(session, group)
-    topics = {topic for member in present.values() for topic in member.topics} | {tp.topic for tp in owners}
-    topics.update(await children(session, session.paths.offset_topics(group)))
+    topics = await _topics_of(session, group, present) | {tp.topic for tp in owners}
     configs, problems = await read_configs(cluster, topics)
-    tps = await _group_partitions(session, group, configs, owners)
+    tps = await _group_partitions(session, group, topics, configs, owners)
     records = dict(zip(tps, await asyncio.gather(*(_readable_offset(session, group, tp) for tp in tps)), strict=True))
     configured = {tp: (config.id, LATEST) for config in configs.values() for tp in config.topic_partitions}
     found = await ask_offsets(cluster, configured)
@@ -148,11 +171,15 @@ def _record(stored: tuple[OffsetRecord, int] | None) -> OffsetRecord | None:
 
 
 async def _group_partitions(
-    session: Session, group: str, configs: Mapping[str, TopicConfig], owners: Mapping[TopicPartition, str]
+    session: Session,
+    group: str,
+    topics: Iterable[str],
+    configs: Mapping[str, TopicConfig],
+    owners: Mapping[TopicPartition, str],
 ) -> list[TopicPartition]:
     """Returns all partitions of the group's topics, and all with nodes of the group, in numeric order."""
     tps = {*owners, *(tp for config in configs.values() for tp in config.topic_partitions)}
-    for topic in await children(session, session.paths.offset_topics(group)):
+    for topic in topics:
         names = await children(session, session.paths.offsets(group, topic))
         tps.update(TopicPartition(topic, name) for name in names)
     return sorted(tps, key=partition_order)
@@ -253,14 +280,18 @@ def _differences(plan: Plan, owners: Mapping[TopicPartition, str], present: Mapp
 
 
 async def reset_offsets(
-    cluster: ClusterClient, group: str, topic: str, to: ResetTo, *, dry_run: bool
+    cluster: ClusterClient, group: str, topic: str, to: ResetTo, *, dry_run: bool, offsets: DatabaseOffsets | None
 ) -> tuple[OffsetReset, ...]:
     """Sets committed offsets. See Admin.reset_offsets."""
+    if offsets is not None and not isinstance(offsets, DatabaseOffsets):
+        raise wrong_type("`offsets`", "a metamq.DatabaseOffsets", offsets)
     session = cluster.session
     await check_exists(session, group)
     config = await cluster.topics.get(topic)
     await members.check_empty(session, group, "its offsets cannot be reset")
     targets = await _targets(cluster, config, to)
+    if offsets is not None:
+        return await _reset_in_database(session, group, config, targets, offsets, dry_run=dry_run)
     records = {tp: _record(await _readable_offset(session, group, tp)) for tp in targets}
     _check_kept_here(group, topic, records.values())
     resets = []
@@ -274,14 +305,184 @@ async def reset_offsets(
     return tuple(resets)
 
 
+async def _reset_in_database(
+    session: Session,
+    group: str,
+    config: TopicConfig,
+    targets: Mapping[TopicPartition, tuple[int, int]],
+    offsets: DatabaseOffsets,
+    *,
+    dry_run: bool,
+) -> tuple[OffsetReset, ...]:
+    """Sets offsets in a database, as an owner would: its claim waits there for the last owner's open transaction."""
+    kept_by = type(offsets).__name__
+    for tp in targets:
+        record = _record(await _readable_offset(session, group, tp))
+        _check_storage(group, config.topic, record, kept_by)
+    before = await offsets.read(group, list(targets))
+    if not dry_run:
+        wanted = [(tp, config.id) for tp in targets]
+        async with held(session, group, wanted, "its offsets cannot be reset", kept_by=kept_by) as claims:
+            found = _raise_first(await offsets.claimed(claims))
+            before = {tp: found[tp] for tp in targets}
+            requests = [CommitRequest(replace(one, committed=found[one.tp]), *targets[one.tp]) for one in claims]
+            _raise_first(await offsets.commit(requests))
+            for one in claims:
+                await publish(session, one, targets[one.tp][0])
+    return tuple(
+        OffsetReset(config.topic, tp.partition, _current(before[tp], config), offset)
+        for tp, (offset, _epoch) in targets.items()
+    )
+
+
+def _raise_first(outcomes: Mapping[TopicPartition, T | MetamqError]) -> dict[TopicPartition, T]:
+    found = {}
+    for tp, outcome in outcomes.items():
+        if isinstance(outcome, MetamqError):
+            raise outcome
+        found[tp] = outcome
+    return found
+
+
+def _current(committed: CommittedOffset | None, config: TopicConfig) -> int | None:
+    """Returns the offset, unless it was committed for a deleted topic of this name."""
+    return committed.offset if committed is not None and committed.topic_id == config.id else None
+
+
+def _check_storage(group: str, topic: str, record: OffsetRecord | None, kept_by: str) -> None:
+    """Raises ConfigError if the group keeps its offsets in another storage than this one."""
+    if record is None or record.kept_by == kept_by or not (record.kept_by or record.committed):
+        return
+    raise ConfigError(
+        f"group {group!r} keeps its offsets of topic {topic!r} in {record.kept_by or 'ZooKeeper'}, not by {kept_by}",
+        hint="`metamq group describe` names the storage. For ZooKeeper leave out `offsets=`, or --database.",
+    )
+
+
+async def delete_offsets(cluster: ClusterClient, group: str, topic: str, *, dry_run: bool) -> tuple[OffsetChange, ...]:
+    """Deletes the offsets of a topic. See Admin.delete_offsets."""
+    session = cluster.session
+    await check_exists(session, group)
+    check_node("topic", topic)
+    consequence = "its offsets cannot be deleted"
+    await _check_unread(session, group, {topic}, consequence)
+    tps = [TopicPartition(topic, name) for name in await children(session, session.paths.offsets(group, topic))]
+    records = {tp: stored[0] for tp in tps if (stored := await read_offset(session, group, tp)) is not None}
+    _check_kept_here(group, topic, records.values())
+    left = sorted((tp for tp, record in records.items() if not record.is_cleared), key=partition_order)
+    if not left:
+        hint = "`metamq group describe` shows its offsets."
+        raise ConfigError(f"group {group!r} has no offsets in topic {topic!r}", hint=hint)
+    if not dry_run:
+        async with held(session, group, [(tp, "") for tp in left], consequence) as claims:
+            await asyncio.gather(*(clear(session, one) for one in claims))
+    befores = {tp: records[tp].committed for tp in left}
+    return tuple(OffsetChange(topic, tp.partition, one.offset if one else None, None) for tp, one in befores.items())
+
+
+async def _check_unread(session: Session, group: str, topics: Set[str], consequence: str) -> None:
+    """Raises ConfigError with the names of the members that read one of the topics."""
+    present = await _members(session, group)
+    readers = [
+        f"{one.consumer_id} (process {one.pid} on {one.host})" for one in present.values() if topics & {*one.topics}
+    ]
+    if readers:
+        raise ConfigError(
+            f"group {group!r} has members that read topic {', '.join(sorted(topics))}, {consequence}: "
+            f"{', '.join(readers)}",
+            hint="Stop them first; `metamq group evict` removes one that is stuck.",
+        )
+
+
+async def copy_offsets(
+    cluster: ClusterClient,
+    source: str,
+    target: str,
+    topics: Collection[str] | None,
+    *,
+    overwrite: bool,
+    dry_run: bool,
+) -> tuple[OffsetChange, ...]:
+    """Copies offsets to another group. See Admin.copy_offsets."""
+    session = cluster.session
+    await check_exists(session, source)
+    check_node("group", target)
+    if source == target:
+        raise ConfigError(f"group {source!r} is the source and the target", hint="Name two groups.")
+    if isinstance(topics, str):
+        raise wrong_type("`topics`", "several names of topics", topics)
+    wanted = await _to_copy(cluster, source, topics)
+    consequence = "no offsets can be copied to it"
+    await _check_unread(session, target, {tp.topic for tp in wanted}, consequence)
+    records = {tp: _record(await read_offset(session, target, tp)) for tp in wanted}
+    for topic in sorted({tp.topic for tp in wanted}):
+        _check_kept_here(target, topic, (record for tp, record in records.items() if tp.topic == topic))
+    befores = {tp: record.committed if record is not None else None for tp, record in records.items()}
+    if not overwrite:
+        _check_unset(target, befores, wanted)
+    if not dry_run:
+        async with held(session, target, [(tp, one.topic_id) for tp, one in wanted.items()], consequence) as claims:
+            befores = {one.tp: one.committed for one in claims}
+            if not overwrite:
+                _check_unset(target, befores, wanted)
+            writes = [(one, wanted[one.tp].offset, wanted[one.tp].epoch) for one in claims]
+            _raise_first(dict(zip(wanted, await commit_all(session, writes), strict=True)))
+    return tuple(
+        OffsetChange(*tp, one.offset if (one := befores[tp]) and one.topic_id == new.topic_id else None, new.offset)
+        for tp, new in wanted.items()
+    )
+
+
+async def _to_copy(
+    cluster: ClusterClient, group: str, topics: Collection[str] | None
+) -> dict[TopicPartition, CommittedOffset]:
+    """Returns the offsets of a group in these topics, or in all that exist. Raises ConfigError if there are none."""
+    session = cluster.session
+    names = await children(session, session.paths.offset_topics(group)) if topics is None else sorted({*topics})
+    configs, problems = await read_configs(cluster, names)
+    for topic in names if topics is not None else ():
+        if topic not in configs:
+            raise problems[topic]
+    found: dict[TopicPartition, CommittedOffset] = {}
+    for topic, config in configs.items():
+        tps = [TopicPartition(topic, name) for name in await children(session, session.paths.offsets(group, topic))]
+        records = {tp: _record(await read_offset(session, group, tp)) for tp in sorted(tps, key=partition_order)}
+        _check_kept_here(group, topic, records.values())
+        for tp, record in records.items():
+            if record is not None and record.committed is not None and record.committed.topic_id == config.id:
+                found[tp] = record.committed
+    if not found:
+        where = "" if topics is None else f" in topic {', '.join(names)}"
+        raise ConfigError(f"group {group!r} has no offsets{where} to copy", hint="`metamq group describe` shows them.")
+    return found
+
+
+def _check_unset(
+    group: str,
+    befores: Mapping[TopicPartition, CommittedOffset | None],
+    wanted: Mapping[TopicPartition, CommittedOffset],
+) -> None:
+    """Raises ConfigError if the group has other offsets for the present topics."""
+    others = [
+        f"{tp}={one.offset}"
+        for tp, new in wanted.items()
+        if (one := befores[tp]) is not None and one.topic_id == new.topic_id and one.offset != new.offset
+    ]
+    if others:
+        raise ConfigError(
+            f"group {group!r} has offsets of its own: {', '.join(others)}",
+            hint="Copy them with overwrite=True, or --overwrite, to replace these.",
+        )
+
+
 def _check_kept_here(group: str, topic: str, records: Iterable[OffsetRecord | None]) -> None:
     """Raises ConfigError if the group does not keep its offsets in ZooKeeper: a reset would have no effect."""
     elsewhere = sorted({record.kept_by for record in records if record is not None and record.kept_by})
     if elsewhere:
         raise ConfigError(
             f"group {group!r} keeps its offsets of topic {topic!r} by {', '.join(elsewhere)}, not in ZooKeeper, where "
-            "a reset would write them",
-            hint="Set them in that storage, or seek() in the consumer's on_assigned.",
+            "this would write them",
+            hint="Reset those in a database with --database, or offsets=. Or seek() in the consumer's on_assigned.",
         )
 
 

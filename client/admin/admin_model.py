@@ -235,6 +235,19 @@ class PartitionTrim:
 
 
 @dataclass(frozen=True, slots=True)
+class OffsetChange:
+    """The effect of delete_offsets or copy_offsets on one partition: the committed offset before and after.
+
+    None: nothing is committed.
+    """
+
+    topic: str
+    partition: str
+    before: int | None
+    after: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class BrokerDescription:
     """A broker id. `live`: its master is registered in ZooKeeper; otherwise address, replica and version are None.
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         GroupExplanation,
         GroupSummary,
         MasterPlace,
+        OffsetChange,
         OffsetReset,
         OpenBranches,
         PartitionTrim,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         TopicSettings,
         TrimBefore,
     )
+    from metamq.client.offsets.offsets_database import DatabaseOffsets
     from metamq.client.schemas.topic import Topic
     from metamq.security.config import SecurityConfig
     from metamq.security.rights import RightDecision, Rule
@@ -160,10 +162,28 @@ class Admin:
         return await self._core.call(admin_groups.explain_group, group)
 
     async def reset_offsets(
-        self, group: str, topic: str, to: ResetTo, *, dry_run: bool = False
+        self, group: str, topic: str, to: ResetTo, *, dry_run: bool = False, offsets: DatabaseOffsets | None = None
     ) -> tuple[OffsetReset, ...]:
         """See metamq.Admin.reset_offsets."""
-        return await self._core.call(admin_groups.reset_offsets, group, topic, to, dry_run=dry_run)
+        return await self._core.call(admin_groups.reset_offsets, group, topic, to, dry_run=dry_run, offsets=offsets)
+
+    async def delete_offsets(self, group: str, topic: str, *, dry_run: bool = False) -> tuple[OffsetChange, ...]:
+        """See metamq.Admin.delete_offsets."""
+        return await self._core.call(admin_groups.delete_offsets, group, topic, dry_run=dry_run)
+
+    async def copy_offsets(
+        self,
+        source: str,
+        target: str,
+        topics: Collection[str] | None = None,
+        *,
+        overwrite: bool = False,
+        dry_run: bool = False,
+    ) -> tuple[OffsetChange, ...]:
+        """See metamq.Admin.copy_offsets."""
+        return await self._core.call(
+            admin_groups.copy_offsets, source, target, topics, overwrite=overwrite, dry_run=dry_run
+        )
 
     async def evict(self, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
         """See metamq.Admin.evict."""

@@ -83,6 +83,15 @@ class DatabaseOffsets:
         sql = f"SELECT next_offset FROM {self._table} WHERE 1 = 0"
         await self._run(lambda database: database.rows(sql))
 
+    async def read(self, group: str, tps: Sequence[TopicPartition]) -> Mapping[TopicPartition, CommittedOffset | None]:
+        """Returns the committed offsets of a group, without a claim. Raises MetamqError if the database refuses."""
+
+        async def read_all(database: Database) -> Mapping[TopicPartition, CommittedOffset | None]:
+            rows = {tp: await self._row(database, group, tp) for tp in tps}
+            return {tp: row[1] if row is not None else None for tp, row in rows.items()}
+
+        return await self._run(read_all)
+
     async def claimed(self, claims: Sequence[Ownership]) -> Mapping[TopicPartition, ClaimOutcome]:
         """Raises the rows' generations to those of the claims, then reads the rows; see `OffsetStorage.claimed`.
 
@@ -121,7 +130,7 @@ class DatabaseOffsets:
 
         Raises OwnershipLost if the row does not belong to this claim any more.
         """
-        row = await self._row(database, claim)
+        row = await self._row(database, claim.group, claim.tp)
         if row is None or row[0] != claim.generation:
             raise await self._lost(database, claim)
         return row[1]
@@ -137,7 +146,7 @@ class DatabaseOffsets:
                 "WHERE group_name = {} AND topic = {} AND partition_name = {} AND generation < {}",
                 (claim.generation, *key, claim.generation),
             )
-            row = await self._row(database, claim)
+            row = await self._row(database, claim.group, claim.tp)
             if row is None:
                 # Of two claims that insert at the same time, the key refuses one, which is then repeated.
                 await database.change(
@@ -179,21 +188,23 @@ class DatabaseOffsets:
         return bool(await database.rows(f"SELECT 1 FROM {self._table} {where} FOR UPDATE", row))
 
     async def _lost(self, database: Database, claim: Ownership) -> OwnershipLost:
-        row = await self._row(database, claim)
+        row = await self._row(database, claim.group, claim.tp)
         if row is None:
             reason = f"its row in {self._table} is gone"
         else:
             reason = f"the database knows generation {row[0]}, ours is {claim.generation}"
         return OwnershipLost(*claim.tp, reason=reason)
 
-    async def _row(self, database: Database, claim: Ownership) -> tuple[int, CommittedOffset | None] | None:
+    async def _row(
+        self, database: Database, group: str, tp: TopicPartition
+    ) -> tuple[int, CommittedOffset | None] | None:
         sql = (
             f"SELECT generation, next_offset, epoch, topic_id FROM {self._table} "
             "WHERE group_name = {} AND topic = {} AND partition_name = {}"
         )
         if database.dialect == MYSQL:
             sql += " FOR UPDATE"  # without it: as of the begin of the application's transaction
-        found = await database.rows(sql, (claim.group, *claim.tp))
+        found = await database.rows(sql, (group, *tp))
         if not found:
             return None
         generation, next_offset, epoch, topic_id = found[0]

@@ -48,7 +48,9 @@ def test_names_of_the_cluster(filled: str) -> None:
     begin = filled[:-1]
     for begun in (["consume"], ["produce"], ["topic", "describe"], ["topic", "tail"], ["group", "reset", "g"]):
         assert names(*begun, begin) == [filled]
-    for begun in (["group", "describe"], ["consume", filled, "--group"], ["dlq", "show"]):
+    offsets = [["group", "copy-offsets"], ["group", "copy-offsets", filled], ["group", "delete-offsets", filled]]
+    offsets += [["group", "copy-offsets", "--topic"], ["group", "delete-offsets"]]
+    for begun in (["group", "describe"], ["consume", filled, "--group"], ["dlq", "show"], *offsets):
         assert names(*begun, begin) == [filled]
     assert names("consume", filled, "--partition", "0-") == ["0-0", "0-1"]
     assert names("produce", filled, "-p", "0-1") == ["0-1"]

@@ -191,6 +191,27 @@ def test_a_group_is_given_to_another_certificate(
             admin.set_group_owner("not-there", "report")
 
 
+def test_offsets_are_copied_and_deleted_only_in_a_group_of_ones_own(
+    owned: Cluster, group: str, etl: SecurityConfig, report: SecurityConfig
+) -> None:
+    assert consume(owned, group, etl) == COUNT
+    own = f"{group}-report"
+    with Admin(owned.zookeeper, security=report) as theirs:
+        copied = theirs.copy_offsets(group, own)
+        assert sum(one.after or 0 for one in copied) == COUNT, "each program reads the offsets"
+        for refused in (
+            lambda: theirs.delete_offsets(group, copied[0].topic),
+            lambda: theirs.copy_offsets(own, group, overwrite=True),
+        ):
+            with pytest.raises(NotAuthorized):
+                refused()
+        assert theirs.describe_group(own).owner == "report"
+    assert consume(owned, own, report) == 0
+    with owned.admin() as admin:
+        assert sum(one.before or 0 for one in admin.delete_offsets(group, copied[0].topic)) == COUNT
+    assert consume(owned, group, etl) == COUNT, "the nodes are still those of the owner"
+
+
 def test_an_owner_gives_its_group_away(owned: Cluster, group: str, etl: SecurityConfig, report: SecurityConfig) -> None:
     assert consume(owned, group, etl) == COUNT
     with Admin(owned.zookeeper, security=etl) as theirs:

@@ -65,6 +65,11 @@ class OffsetRecord:
     kept_by: str = ""
     published: CommittedOffset | None = None
 
+    @property
+    def is_cleared(self) -> bool:
+        """True if the offset was deleted, and no consumer has claimed the partition since."""
+        return not self.consumer and self.committed is None and not self.kept_by
+
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
@@ -206,6 +211,22 @@ def commit_write(session: Session, held: Ownership, offset: int, epoch: int) -> 
     data = _to_json(OffsetRecord(held.generation, held.consumer_id, committed, held.kept_by))
     write = SetData(session.paths.offset(held.group, *held.tp), data, held.version)
     return write, replace(held, version=held.version + 1, committed=committed)
+
+
+async def clear(session: Session, held: Ownership) -> None:
+    """Removes the committed offset, as if nothing had been committed. The claim ends: nothing else may be written.
+
+    The node stays: its version and generation refuse the writes of former owners. Raises OwnershipLost if the partition
+    has been claimed since, ConnectionLost if the outcome is unknown.
+    """
+    data = _to_json(OffsetRecord(held.generation, "", None))
+    while True:
+        try:
+            await session.set(session.paths.offset(held.group, *held.tp), data, held.version)
+        except (BadVersion, NoNode):
+            held = await _still_ours(session, held)
+            continue
+        return
 
 
 async def publish(session: Session, held: Ownership, offset: int) -> None:

@@ -1,0 +1,175 @@
+"""`metamq tx recover`: a Recoverer for a database, for one pass or as a service with a page for its readiness."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from metamq.cli.command import CliCommand
+from metamq.cli.context import current
+from metamq.cli.show.output import TEXT_OR_JSON, print_json, print_json_line, say
+from metamq.cli.show.units import DURATION, Parsed
+from metamq.cli.upkeep.database import HELP, Connect, parse_database
+from metamq.errors import MetamqError
+
+if TYPE_CHECKING:
+    from metamq.tx.database.recoverer import Recovered, Recoverer
+
+POLL_S = 0.2
+HUNG_S = 300.0
+"""A pass that takes longer hangs, most likely at the database."""
+
+
+class RecoveryState:
+    """The state of the service, for its pages. Any thread may read it."""
+
+    def __init__(self) -> None:
+        self.problem = "no pass has ended yet"
+        """Empty after a good pass."""
+        self._began: float | None = None
+
+    def pass_once(self, recoverer: Recoverer) -> Recovered | None:
+        """Makes a pass. Returns its result; None after an error, which is then the problem."""
+        self._began = time.monotonic()
+        try:
+            done = recoverer.run_once()
+        except MetamqError as error:
+            self.note(error.problem, error.hint)
+            return None
+        finally:
+            self._began = None
+        self.note(_unreachable(done) if done.unreachable else "")
+        return done
+
+    def note(self, problem: str, hint: str = "") -> None:
+        """Prints a new problem, and its end."""
+        if problem and problem != self.problem:
+            say(f"Recovery will be tried again: {problem}")
+            if hint:
+                say(f"  {hint}")
+        elif not problem and self.problem:
+            say("Recovery works.")
+        self.problem = problem
+
+    def page(self, path: str) -> tuple[bool, str] | None:
+        """Returns if the service is ready, or healthy, and the reason; None: there is no such page."""
+        began = self._began
+        is_hung = began is not None and time.monotonic() - began > HUNG_S
+        if path == "/healthz":
+            return not is_hung, f"a pass takes more than {HUNG_S:g} s" if is_hung else "healthy"
+        if path == "/readyz":
+            return not (is_hung or self.problem), self.problem or ("a pass hangs" if is_hung else "ready")
+        return None
+
+    def respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answers a request of WSGI."""
+        from metamq.broker.process.pages import BAD, GOOD, MISSING, Page
+
+        found = self.page(environ["PATH_INFO"])
+        if found is None:
+            return Page.text(MISSING, "/healthz and /readyz are here.").send(start_response)
+        return Page.text(GOOD if found[0] else BAD, found[1]).send(start_response)
+
+
+def _unreachable(done: Recovered) -> str:
+    return f"broker {', '.join(map(str, done.unreachable))} does not answer: its prepared branches wait"
+
+
+@click.command(cls=CliCommand)
+@click.option(
+    "--database", "connect", type=Parsed("database", parse_database), required=True, metavar="DATABASE", help=HELP
+)
+@click.option("--table", metavar="NAME", help="The outcome table.  [metamq_outcomes]")
+@click.option(
+    "--grace", "grace_ms", type=DURATION, default="10s", show_default=True,
+    help="Leave a branch alone for this time after its PREPARE: its application may be at work.",
+)  # fmt: skip
+@click.option(
+    "--every", "every_ms", type=DURATION, help="Run as a service: a pass this often, until SIGTERM or Ctrl-C."
+)
+@click.option(
+    "--http-port", type=click.IntRange(0, 65535), help="Port of the service's /healthz and /readyz; 0 takes a free one."
+)
+@click.option("--http-host", default="127.0.0.1", show_default=True, help="Address of that port.")
+@TEXT_OR_JSON
+def recover(
+    connect: Connect,
+    table: str | None,
+    grace_ms: int,
+    every_ms: int | None,
+    http_port: int | None,
+    http_host: str,
+    output: str,
+) -> int:
+    """End the branches that crashed `dbtx` processes left, as the database has decided. It is a Recoverer.
+
+    If the database has no decision, the branch is rolled back. Without --every it makes one pass, and ends with status
+    1 if a broker does not answer. With -o json the service prints one line with its port.
+
+    \b
+    metamq tx recover --database sqlite:///shop.db
+    metamq tx recover --database postgresql://db.example.org/shop
+    metamq tx recover --database shop.database:connect --every 5s --http-port 8130
+    """
+    if every_ms is None and http_port is not None:
+        raise click.UsageError("--http-port needs --every: one pass serves no pages")
+    if every_ms is not None:
+        current().log(logging.INFO)
+    from metamq.tx.database.recoverer import Recoverer
+
+    given: dict[str, Any] = {"grace_s": grace_ms / 1000} | ({} if table is None else {"table": table})
+    if every_ms is not None:
+        with _stop_signals() as stops, Recoverer(connect, **given, **current().client()) as service:
+            return _serve(service, every_ms / 1000, http_host, http_port, output, stops)
+    with Recoverer(connect, **given, **current().client()) as one:
+        done = one.run_once()
+    if output == "json":
+        print_json(done._asdict())
+    else:
+        say(f"{done.committed} committed, {done.rolled_back} rolled back, {done.left} left.")
+    if done.unreachable:
+        say(f"{_unreachable(done).capitalize()}.")
+    return 1 if done.unreachable else 0
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Notes SIGINT and SIGTERM in the list, which then do not end the process."""
+    stops: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _frame: stops.append(number)) for number in numbers}
+    try:
+        yield stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, output: str, stops: list[int]) -> int:
+    state = RecoveryState()
+    server = None
+    if port is not None:
+        from metamq.broker.config import BrokerConfig
+        from metamq.broker.process.http import StatusServer
+
+        server = StatusServer(BrokerConfig(http_host=host, http_port=port), state.respond)
+    try:
+        if output == "json":
+            print_json_line({"http_port": server.port if server is not None else -1})
+        while not stops:
+            done = state.pass_once(recoverer)
+            if done is not None and done.committed + done.rolled_back:
+                say(f"{done.committed} committed, {done.rolled_back} rolled back.")
+            next_pass = time.monotonic() + every_s
+            while not stops and time.monotonic() < next_pass:
+                time.sleep(min(POLL_S, every_s))
+    finally:
+        if server is not None:
+            server.close()
+    return 0
