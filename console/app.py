@@ -14,7 +14,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,18 @@ from metamq.cli.commands.tx import age_ms, next_steps, who_decides
 from metamq.cli.messages.filters import all_of, parse_condition, parse_key
 from metamq.cli.show.units import parse_place, show_age, show_bytes, show_flush, show_retention
 from metamq.console.console_view import READ_S, ConsoleView, answer_or_problem, within_time
-from metamq.console.messages import COUNT, Question, body_text, letter_summaries, letters_of, plain_text, read_messages
+from metamq.console.messages import (
+    COUNT,
+    Question,
+    body_text,
+    decoded_messages,
+    decoder_of,
+    letter_summaries,
+    letters_of,
+    plain_text,
+    raw_text,
+    read_messages,
+)  # fmt: skip
 from metamq.errors import AuthenticationFailed, ConnectError, MetamqError, NotAuthorized, PartitionNotFound, Timeout
 
 if TYPE_CHECKING:
@@ -166,6 +177,7 @@ def _templates() -> Environment:
         "shown": lambda value: "–" if value is None else plain_text(str(value)),
         "age": show_age,
         "body": body_text,
+        "raw": raw_text,
         "time": lambda when: "–" if when is None else when.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z",
         "flush": show_flush,
     }
@@ -274,9 +286,14 @@ async def _messages(view: ConsoleView, request: Request) -> tuple[str, dict[str,
     described = await within_time(view.admin.describe_topic(name))
     if given["partition"] not in ("", *described.config.partition_names):
         raise PartitionNotFound(name, given["partition"], tuple(described.config.partition_names))
+    decode = decoder_of(described)
+    if decode is not None and filters is not None:
+        question = replace(question, matches=lambda message: filters(decode(message)))
     found = await within_time(read_messages(view.client, described, question), READ_S)
+    messages = found.messages if decode is None else await decoded_messages(found.messages, decode)
     unread = [part for part in described.partitions if part.problem and given["partition"] in ("", part.partition)]
-    values = {"one": described, "given": given, "found": found, "is_newest": question.is_newest, "unread": unread}
+    values = {"one": described, "given": given, "found": found, "messages": messages, "unread": unread}
+    values["is_newest"] = question.is_newest
     return "messages.html", values
 
 

@@ -14,7 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import metamq
+from metamq.cli.messages.decoding import decoded_message
 from metamq.cli.show.terminal import escaped
+from metamq.client.schemas.documents import TopicDocuments
+from metamq.errors import ConfigError
 from metamq.zk.names import DEAD_LETTER_SUFFIX
 from metamq.zk.partitions import TopicPartition
 
@@ -29,8 +32,11 @@ READ_S = 3.0
 IDLE_S = 0.3
 COUNT = 50
 LETTERS_MAX = 100
+ROWS = 100
+"""The rows of an Arrow value that a page decodes."""
 SHOWN_BYTES = 4000
 """The bytes of a value that a page shows."""
+Decode = Callable[["Message[bytes]"], "Message[bytes]"]
 INDENTED_CHARS_MAX = 4 * SHOWN_BYTES
 """JSON that is longer with indentation is shown without: nesting would make it any length."""
 
@@ -62,6 +68,14 @@ class Found:
 
     messages: list[Message[bytes]]
     is_cut: bool
+
+
+def decoder_of(described: TopicDescription) -> Decode | None:
+    """Returns the decoder of a typed topic's messages; None for another topic, and without its schema's library."""
+    with contextlib.suppress(ConfigError):
+        documents = TopicDocuments(described.topic, described.config.schemas)
+        return lambda message: decoded_message(message, documents, rows_max=ROWS)
+    return None
 
 
 async def read_messages(client: dict[str, Any], described: TopicDescription, question: Question) -> Found:
@@ -124,18 +138,29 @@ async def _seek(
     return ends
 
 
+async def decoded_messages(messages: list[Message[bytes]], decode: Decode) -> list[Message[bytes]]:
+    """Returns the messages with JSON as their values. A thread decodes: large values take long."""
+    return await asyncio.to_thread(lambda: [decode(message) for message in messages])
+
+
 def plain_text(text: str) -> str:
     """Returns text that any page can contain: with escapes for control characters and for halves of characters."""
     return escaped(text.encode("utf-8", "backslashreplace").decode())
+
+
+def raw_text(data: bytes) -> str:
+    """Returns bytes as text, with escapes for those that are no text; and the size if it is cut."""
+    text = plain_text(data[:SHOWN_BYTES].decode("utf-8", "backslashreplace"))
+    return text if len(data) <= SHOWN_BYTES else f"{text}… ({len(data):,} bytes)"
 
 
 def body_text(data: bytes | None) -> str:
     """Returns bytes for people: JSON on several lines, other text as it is, with escapes; and the size if it is cut."""
     if data is None:
         return "–"
-    text = data[:SHOWN_BYTES].decode("utf-8", "backslashreplace")
     if len(data) > SHOWN_BYTES:
-        return f"{plain_text(text)}… ({len(data):,} bytes)"
+        return raw_text(data)
+    text = data.decode("utf-8", "backslashreplace")
     with contextlib.suppress(ValueError, RecursionError):
         document = json.loads(text)
         lines = json.dumps(document, indent=2, ensure_ascii=False) if isinstance(document, dict | list) else text

@@ -17,6 +17,7 @@ import click
 
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
+from metamq.cli.messages.decoding import decode_option, with_decoding
 from metamq.cli.messages.filters import Matches, all_of, filter_options, partition_option
 from metamq.cli.messages.ranges import (
     Ends,
@@ -78,6 +79,7 @@ BUFFER_BYTES = 64 * 1024
     help="Stop at the present end: after the last message that exists at the start.",
 )
 @filter_options
+@decode_option
 @click.option(
     "--format",
     "template",
@@ -105,6 +107,7 @@ def consume(
     key: Matches | None,
     headers: tuple[Matches, ...],
     conditions: tuple[Matches, ...],
+    decode: str | None,
     template: Render,
     output: str,
 ) -> int:
@@ -123,6 +126,7 @@ def consume(
     metamq consume 'flights-*' --key 'UA*' --where '.delay >= 15'
     metamq consume flights --from latest --format '%T %p %o %k %v\\n'
     metamq consume flights clicks --from @-1h -o json | jq .value
+    metamq consume trips -e --decode schema --where '.place == Oslo'
     metamq consume flights --group etl
     """  # fmt: skip
     if group is not None and (isinstance(place, int) or chosen or until is not None):
@@ -132,13 +136,15 @@ def consume(
         )
     if group is not None and (key is not None or headers or conditions):
         raise click.UsageError("a group would commit the messages that the filters leave out: omit --group")
+    if decode is not None and output == "raw":
+        raise click.UsageError("-o raw prints the bytes of values: omit --decode")
     check_range(place, until)
-    render = {"text": template, "json": as_json, "raw": as_raw}[output]
+    matches, render = all_of(key, headers, conditions), {"text": template, "json": as_json, "raw": as_raw}[output]
     with contextlib.suppress(KeyboardInterrupt):
-        print_messages(
-            topics, group, chosen, place, until, exit_at_end, count,
-            all_of(key, headers, conditions), render,
-        )  # fmt: skip
+        if decode is not None:
+            topics = matching_topics(topics)
+            matches, render = with_decoding(topics, matches, render, says_problems=output == "text")
+        print_messages(topics, group, chosen, place, until, exit_at_end, count, matches, render)
     return 0
 
 

@@ -1,7 +1,8 @@
 """Messages as JSON lines, for `metamq produce --json`: the documents of metamq.cli.show.message_format, read back.
 
 The message that is sent has the bytes of the one that was printed: key, value, headers in their order, timestamp and
-partition. The fields `topic` and `offset` are ignored: the command names the topic, and the broker gives an offset.
+partition. The fields `topic` and `offset` are ignored: the command names the topic, and the broker gives an offset. So
+are `decoded` and `decode_error`; with `--encode` the message has `decoded`, encoded again, and `value` is ignored.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ import base64
 import binascii
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from metamq.client.model import time_of, timestamp_us
 from metamq.errors import ConfigError
 from metamq.zk.names import parse_partition
 
+if TYPE_CHECKING:
+    from metamq.client.schemas.documents import Encode
+
+T = TypeVar("T")
+
 FIELDS = (
     "topic", "partition", "offset", "timestamp_us", "key", "key_base64", "value", "value_base64", "headers",
-    "headers_base64",
+    "headers_base64", "decoded", "decode_error",
 )  # fmt: skip
 HINT = 'Write it like {"key": "UA", "value": "text", "headers": {"a": "1"}, "partition": "0-3"}.'
 
@@ -35,27 +41,37 @@ class Record(NamedTuple):
     time: datetime | None
 
 
-def parse_record(number: int, line: bytes) -> Record:
+def parse_record(number: int, line: bytes, encode: Encode | None = None) -> Record:
     """Returns the message of a line. Raises ConfigError, which names the line and the wrong field."""
+    return _parsed(number, line, lambda record: _message(record, encode))
+
+
+def parse_document(number: int, line: bytes, encode: Encode) -> bytes:
+    """Returns the value of a line that is its document. Raises ConfigError, which names the line and the field."""
+    hint = "A line is the JSON of one value, as `metamq consume --decode schema` prints it."
+    return _parsed(number, line, lambda document: encode(document, line), hint)
+
+
+def _parsed(number: int, line: bytes, read: Callable[[Any], T], hint: str = HINT) -> T:
     try:
-        return _message(json.loads(line, object_pairs_hook=_without_repeats))
+        return read(json.loads(line, object_pairs_hook=_without_repeats))
     except json.JSONDecodeError as error:
         problem = f"line {number:,} is not JSON: {error.msg}, at character {error.pos + 1}"
-        raise ConfigError(problem, hint=HINT) from None
+        raise ConfigError(problem, hint=hint) from None
     except ConfigError as error:
-        raise ConfigError(f"line {number:,}: {error.problem}", hint=error.hint or HINT) from None
+        raise ConfigError(f"line {number:,}: {error.problem}", hint=error.hint or hint) from None
     except (ValueError, RecursionError, OverflowError) as error:
-        raise ConfigError(f"line {number:,}: {error}", hint=HINT) from None
+        raise ConfigError(f"line {number:,}: {error}", hint=hint) from None
 
 
-def _message(record: Any) -> Record:
+def _message(record: Any, encode: Encode | None) -> Record:
     if not isinstance(record, dict):
         raise ValueError(f"a record is an object, not {record!r:.40}")
     for name in record:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, 1)
             raise ConfigError(f"unknown field {name!r}", hint=f"Did you mean {near[0]!r}?" if near else HINT)
-    value = _bytes(record, "value")
+    value = _bytes(record, "value") if encode is None else _encoded(record, encode)
     if value is None:
         hint = 'A message always has a value; it may be empty: "value": "".'
         raise ConfigError("the record has no value", hint=hint)
@@ -70,6 +86,13 @@ def _message(record: Any) -> Record:
     when = None if time is None else time_of(time)  # as a number, a time before 2001 is refused
     timestamp_us(when)
     return Record(value, _bytes(record, "key"), _headers(record), partition, when)
+
+
+def _encoded(record: dict[str, Any], encode: Encode) -> bytes:
+    if "decoded" not in record:
+        hint = 'Write it like {"key": "UA", "decoded": {"number": 1}}, or omit --encode to send the raw values.'
+        raise ConfigError("the record has no `decoded`, which --encode sends", hint=hint)
+    return encode(record["decoded"])
 
 
 def _headers(record: dict[str, Any]) -> dict[str, bytes] | None:

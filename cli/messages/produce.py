@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
-from metamq.cli.messages.json_records import parse_record
+from metamq.cli.messages.decoding import encode_options, encoder_of
+from metamq.cli.messages.json_records import Record, parse_document, parse_record
 from metamq.cli.show.message_format import unescaped
 from metamq.cli.show.output import count, output_option, print_json, say
 from metamq.cli.show.progress import progress_bar
@@ -32,6 +33,7 @@ from metamq.zk.names import parse_partition
 if TYPE_CHECKING:
     from metamq import Producer
     from metamq.client.producer.outgoing import Delivery, ManyDelivery
+    from metamq.client.schemas.documents import Encode
 
 INTERRUPTED = 130
 CHUNK_BYTES = 256 * 1024
@@ -80,6 +82,8 @@ def _check_options(
     delimiter: bytes,
     records: bool,
     headers: Sequence[tuple[str, bytes]],
+    encodes: bool,
+    encoding: Sequence[object],
 ) -> None:
     if key is not None and key_separator is not None:
         raise click.UsageError(
@@ -91,6 +95,8 @@ def _check_options(
         raise click.UsageError("an empty text separates nothing: give --delimiter and --key-separator a character")
     if records and (key is not None or key_separator is not None or headers):
         raise click.UsageError("--json has the key and the headers in each record: omit --key, -K and --header")
+    if not encodes and any(one is not None for one in encoding):
+        raise click.UsageError("--schema-version and --framing are for --encode schema")
 
 
 @click.command(cls=CliCommand)
@@ -118,6 +124,7 @@ def _check_options(
     help="Each line is a JSON object, as `metamq consume -o json` prints it: "
     "value, key, headers, partition, timestamp_us.",
 )
+@encode_options
 @click.option(
     "-H",
     "--header",
@@ -145,6 +152,9 @@ def produce(
     key_separator: bytes | None,
     delimiter: bytes,
     records: bool,
+    encode: str | None,
+    schema_version: int | None,
+    framing: Literal["confluent"] | None,
     headers: tuple[tuple[str, bytes], ...],
     partition: str | None,
     compression: str | None,
@@ -154,9 +164,10 @@ def produce(
 
     Lines may have any bytes. The newline is not part of the message; the last line needs none. With -K, a line without
     the separator becomes a message without a key. With --json, a missing key is null, and key_base64 and value_base64
-    have bytes that are no text. --partition replaces the partitions of the records; topic and offset are ignored.
-    Ctrl-C stores the messages that were read, and ends with status 130. A second Ctrl-C does not wait, and prints the
-    number of messages that may not be stored.
+    have bytes that are no text. With --encode, each line is the JSON of a value; with --json, too, its field `decoded`
+    is. --partition replaces the partitions of the records; topic and offset are ignored. Ctrl-C stores the messages
+    that were read, and ends with status 130. A second Ctrl-C does not wait, and prints the number of messages that may
+    not be stored.
 
     \b
     echo hello | metamq produce flights
@@ -164,23 +175,26 @@ def produce(
     metamq produce flights --file flights.jsonl -z zstd
     tail -f access.log | metamq produce clicks
     printf 'UA:one\\nAA:two\\n' | metamq produce flights -K :
+    echo '{"number": 1, "place": "Oslo"}' | metamq produce trips --encode schema
     find . -print0 | metamq produce files -D '\\0'
     metamq consume flights -e -o json | metamq produce copy --json
     metamq produce flights hello -o json | jq '.stored[0].offset'
     """  # fmt: skip
-    _check_options(values, file, key, key_separator, delimiter, records, headers)
+    encoding = schema_version, framing
+    _check_options(values, file, key, key_separator, delimiter, records, headers, encode is not None, encoding)
     # The error that ends the command says the same.
     logging.getLogger("metamq.client").setLevel(max(logging.ERROR, logging.getLogger("metamq").level))
     from metamq import Producer
     from metamq.client.producer.producer_core import ProducerOptions
 
     load(ProducerOptions, "producer", file=current().config_file, arguments={"compression": compression})
+    encoder = None if encode is None else encoder_of(topic, *encoding)
     interrupt = Interrupt()
     producer: Producer[bytes] = Producer(**current().client(), compression=compression)
     with producer, interrupt:
         sender = InputSender(
             producer, topic, _bytes(key), key_separator, dict(headers) or None, partition, delimiter, records,
-            notes_places=output == "json",
+            encoder, notes_places=output == "json",
         )  # fmt: skip
         _send(sender, producer, values, file, interrupt)
     sender.report(output)
@@ -274,6 +288,8 @@ class InputSender:
     delimiter: bytes = b"\n"
     records: bool = False
     """True: a line is a JSON record."""
+    encode: Encode | None = None
+    """The encoder of a line that is a JSON document, or of the documents in records."""
     notes_places: bool = False
     """True: the partitions and offsets of stored messages are kept for the report."""
 
@@ -302,7 +318,7 @@ class InputSender:
         """Sends messages. Raises MessageTooLarge with the line's number; the error of an earlier message."""
         keys: list[bytes | None] | None = None
         values = lines
-        if self.records:
+        if self.records or self.encode is not None:
             self._send_records(lines)
             return
         self._offered += len(lines)  # counted before a Ctrl-C can end the send
@@ -334,7 +350,7 @@ class InputSender:
             self._lines += 1
             if line.isspace() or not line:
                 continue
-            value, key, headers, partition, time = parse_record(self._lines, line)
+            value, key, headers, partition, time = self._record(line)
             partition = self.partition or partition
             try:
                 delivery = self.producer.send(self.topic, value, key, headers, partition=partition, timestamp=time)
@@ -343,6 +359,13 @@ class InputSender:
             self._offered += 1
             self._pending.append((delivery, 1))
         self._settle()
+
+    def _record(self, line: bytes) -> Record:
+        if self.records:
+            return parse_record(self._lines, line, self.encode)
+        assert self.encode is not None
+        (key,), (line,) = ([self.key], [line]) if self.separator is None else split_keys([line], self.separator)
+        return Record(parse_document(self._lines, line, self.encode), key, self.headers, None, None)
 
     def _settle(self, *, wait: bool = False) -> None:
         while self._pending and (wait or self._pending[0][0].done()):

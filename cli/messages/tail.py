@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from metamq.cli.command import CliCommand
+from metamq.cli.messages.decoding import decode_option, with_decoding
 from metamq.cli.messages.filters import Matches, all_of, filter_options, partition_option
-from metamq.cli.show.message_format import as_json
+from metamq.cli.show.message_format import DecodedMessage, Render, as_json
 from metamq.cli.show.output import output_option
 from metamq.cli.show.terminal import escaped_bytes
 from metamq.cli.show.units import TOPIC_PATTERN, is_pattern
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 )
 @partition_option
 @filter_options
+@decode_option
 @click.option("--count", type=click.IntRange(1), metavar="N", help="Stop after N printed messages.")
 @click.option(
     "--width",
@@ -49,6 +51,7 @@ def tail(
     key: Matches | None,
     headers: tuple[Matches, ...],
     conditions: tuple[Matches, ...],
+    decode: str | None,
     count: int | None,
     width: int,
     output: str,
@@ -64,8 +67,10 @@ def tail(
     metamq topic tail 'flights-*' -n 0 --key 'UA*'
     metamq topic tail flights --where '.delay >= 15' --where '.carrier == UA'
     metamq topic tail flights --header source=radar -o json | jq .value
+    metamq topic tail trips --decode schema --where '.place == Oslo'
     """  # fmt: skip
     from metamq.cli.messages.consume import print_messages
+    from metamq.cli.messages.ranges import matching_topics
 
     place: Place = -lines if lines else "latest"
     names_topic = len(topics) > 1 or any(map(is_pattern, topics))
@@ -75,11 +80,18 @@ def tail(
         time = message.time.astimezone().isoformat(" ", "milliseconds")
         name = b"-" if message.key is None else _cut(message.key, width)
         begin = f"{time} {where}{message.partition}@{message.offset} ".encode()
-        return b"%b%b %b\n" % (begin, name, _cut(message.value, width))
+        value = _cut(message.value, width)
+        if isinstance(message, DecodedMessage) and message.problem:
+            value += b" (not decoded: %b)" % _cut(message.problem.encode("utf-8", "backslashreplace"), width)
+        return b"%b%b %b\n" % (begin, name, value)
 
-    render = as_json if output == "json" else line
+    render: Render = as_json if output == "json" else line
+    matches = all_of(key, headers, conditions)
     with contextlib.suppress(KeyboardInterrupt):
-        print_messages(topics, None, chosen, place, None, False, count, all_of(key, headers, conditions), render)
+        if decode is not None:
+            topics = matching_topics(topics)
+            matches, render = with_decoding(topics, matches, render, says_problems=False)
+        print_messages(topics, None, chosen, place, None, False, count, matches, render)
     return 0
 
 

@@ -13,10 +13,39 @@ from typing import Any
 from metamq.cli.show.terminal import escaped_bytes, escaped_json
 from metamq.client.model import Message
 
+
+class DecodedMessage(Message[bytes]):
+    """A message of a typed topic, for people: `value` is its document as JSON text, or the raw value if it has none."""
+
+    raw: bytes
+    """The value as it is stored."""
+    document: Any
+    problem: str
+    """The reason why the value does not decode; empty if it does."""
+
+    @classmethod
+    def of(cls, message: Message[bytes], document: Any, problem: str = "") -> DecodedMessage:
+        """Returns a message with its document, or with the problem."""
+        found = cls(*(message if problem else message._replace(value=json_text(document).encode())))
+        found.raw, found.document, found.problem = message.value, document, problem
+        return found
+
+
 Render = Callable[[Message[bytes]], bytes]
 
 _TOKEN = re.compile(r"%(.(?:\{\w+\})?)|\\(x[0-9a-fA-F]{2}|.)|([^%\\]+)|(.)", re.DOTALL)
 _ESCAPES = {"n": b"\n", "t": b"\t", "r": b"\r", "0": b"\0", "\\": b"\\"}
+
+
+def raw_value(message: Message[bytes]) -> bytes:
+    """Returns the value as it is stored."""
+    return message.raw if isinstance(message, DecodedMessage) else message.value
+
+
+def json_text(document: Any) -> str:
+    """Returns the document on one line, without characters that control a terminal or that UTF-8 lacks."""
+    text = escaped_json(json.dumps(document, ensure_ascii=False))
+    return text.encode("utf-8", "backslashreplace").decode()  # half of a pair becomes its escape in JSON
 
 
 def _headers(message: Message[bytes]) -> bytes:
@@ -31,7 +60,7 @@ _LETTERS: dict[str, Render] = {
     "K": lambda message: b"%d" % (-1 if message.key is None else len(message.key)),
     "v": lambda message: message.value,
     "s": lambda message: message.value,
-    "S": lambda message: b"%d" % len(message.value),
+    "S": lambda message: b"%d" % len(raw_value(message)),
     "T": lambda message: message.time.isoformat().encode(),
     "h": _headers,
     "%": lambda message: b"%",
@@ -39,8 +68,8 @@ _LETTERS: dict[str, Render] = {
     "T{local}": lambda message: message.time.astimezone().isoformat().encode(),
     "k{hex}": lambda message: (message.key or b"").hex().encode(),
     "k{base64}": lambda message: base64.b64encode(message.key or b""),
-    "v{hex}": lambda message: message.value.hex().encode(),
-    "v{base64}": lambda message: base64.b64encode(message.value),
+    "v{hex}": lambda message: raw_value(message).hex().encode(),
+    "v{base64}": lambda message: base64.b64encode(raw_value(message)),
 }
 
 
@@ -92,13 +121,14 @@ def unescaped(text: str) -> bytes:
 
 def as_json(message: Message[bytes]) -> bytes:
     """Returns one line with the message's document."""
-    return escaped_json(json.dumps(document_of(message), ensure_ascii=False)).encode() + b"\n"
+    return json_text(document_of(message)).encode() + b"\n"
 
 
 def document_of(message: Message[bytes]) -> dict[str, Any]:
     """Returns topic, partition, offset, timestamp_us, key, value, headers.
 
     A field that is not UTF-8 is null, and is base64-encoded under "key_base64", "value_base64", "headers_base64".
+    A decoded message has its document as "decoded", or the reason as "decode_error".
     """
     document: dict[str, Any] = {
         "topic": message.topic,
@@ -107,7 +137,9 @@ def document_of(message: Message[bytes]) -> dict[str, Any]:
         "timestamp_us": message.timestamp,
     }
     _put(document, "key", message.key)
-    _put(document, "value", message.value)
+    _put(document, "value", raw_value(message))
+    if isinstance(message, DecodedMessage):
+        document |= {"decode_error": message.problem} if message.problem else {"decoded": message.document}
     headers: dict[str, Any] = {}
     odd: dict[str, str] = {}
     for name, value in message.headers.items():

@@ -24,18 +24,18 @@ def protobuf_codec(kind: Any) -> ValueCodec:
     def encode(value: Any) -> bytes:
         return value.SerializeToString()  # type: ignore[no-any-return]
 
-    return ValueCodec("protobuf", encode, kind.FromString, lambda: _definition(kind), None, index_list(_indexes(kind)))
+    return ValueCodec("protobuf", encode, kind.FromString, lambda: _definition(kind), None, message_indexes(kind))
 
 
-def _indexes(kind: Any) -> list[int]:
-    """Returns the place of a message type: its index in the file, then those in the types around it."""
+def message_indexes(kind: Any) -> bytes:
+    """Returns the framing's list for a message type: its index in the file, then those in the types around it."""
     one, found = kind.DESCRIPTOR, list[int]()
     while one is not None:
         around = one.containing_type
         beside = around.nested_types if around is not None else list(one.file.message_types_by_name.values())
         found.append([other.full_name for other in beside].index(one.full_name))
         one = around
-    return found[::-1]
+    return index_list(found[::-1])
 
 
 def _definition(kind: Any) -> str:
@@ -56,18 +56,23 @@ def _definition(kind: Any) -> str:
     return f"{kind.DESCRIPTOR.full_name} {base64.b64encode(files.SerializeToString(deterministic=True)).decode()}"
 
 
-def protobuf_shape(definition: str) -> Shape:
-    """Returns the shape of a definition. Its fields have numbers. Raises ConfigError for a wrong or recursive one."""
+def file_set(definition: str) -> tuple[str, Any]:
+    """Returns the full name of the message type and the FileDescriptorSet of a definition. Raises ConfigError."""
     library("google.protobuf", "protobuf")
     from google.protobuf.descriptor_pb2 import FileDescriptorSet
     from google.protobuf.message import DecodeError
 
     name, _, encoded = definition.partition(" ")
     try:
-        files = FileDescriptorSet.FromString(base64.b64decode(encoded, validate=True))
+        return name, FileDescriptorSet.FromString(base64.b64decode(encoded, validate=True))
     except (DecodeError, binascii.Error, ValueError) as error:
         hint = "Give the name of a message type, a space, and a FileDescriptorSet in base64."
         raise ConfigError(f"the Protobuf schema is wrong: {error}", hint=hint) from None
+
+
+def protobuf_shape(definition: str) -> Shape:
+    """Returns the shape of a definition. Its fields have numbers. Raises ConfigError for a wrong or recursive one."""
+    name, files = file_set(definition)
     types: dict[str, Any] = {}
     for file in files.file:
         package = f".{file.package}" if file.package else ""

@@ -22,6 +22,20 @@ class ValueCodec(NamedTuple):
     """The bytes after the version in a framed message: the message type of Protobuf."""
 
 
+class DocumentCodec(NamedTuple):
+    """The encoding of values without their framing, from and to JSON documents."""
+
+    decode: Callable[[bytes], Any]
+    encode: Callable[[Any], bytes]
+    indexes: bytes = b""
+    """As in ValueCodec."""
+
+
+def wrong_field(path: str, problem: str) -> ValueError:
+    """Returns the error for a part of a document that does not fit the schema."""
+    return ValueError(f"field {path or '(the whole value)'!r}: {problem}")
+
+
 def library(name: str, extra: str) -> Any:
     """Imports a library. Raises ConfigError, with the pip extra that brings it."""
     try:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.console.test_console import HOSTILE, PAGES, Running, console, give_up
+from tests.console.test_console import HOSTILE, PAGES, Running, console, fill_typed, give_up
 from tests.one_zookeeper import cluster
 
 CHROMIUM = shutil.which("chromium")
@@ -119,6 +119,21 @@ def test_a_narrow_screen_scrolls_tables_only(shown: Running, browser: Any) -> No
     for path in PAGES:
         page.goto(shown.url + path[1:])
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, path
+    page.close()
+
+
+def test_stored_bytes_are_one_key_away(shown: Running, browser: Any) -> None:
+    fill_typed(shown.cluster)
+    page = browser.new_page()
+    page.goto(f"{shown.url}messages?name=trips")
+    assert '"place": "<script>alert(1)</script>\\u202e\\u0007"' in page.locator("td pre").first.inner_text()
+    stored = page.locator("details").first
+    assert not stored.locator("pre").is_visible()
+    stored.locator("summary").focus()
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.keyboard.press("Enter")
+    assert stored.locator("pre").inner_text().startswith(r"\x00\x00\x00\x00\x01")
+    assert [one for one in page.evaluate(CONTRASTS) if one[1] < CONTRAST_MIN] == []
     page.close()
 
 

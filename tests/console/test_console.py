@@ -24,6 +24,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 from starlette.testclient import TestClient
 
+from metamq import Topic
 from metamq.cli.show.replica_view import Finding
 from metamq.cli.up_console import PORT, PORTS_TRIED
 from metamq.client.settings import ClusterAccess
@@ -41,6 +42,8 @@ PAGES = (
     "/letters", "/letters?name=failing", "/transactions",
 )  # fmt: skip
 LATER = datetime(2026, 1, 2, tzinfo=UTC)
+TRIP = """{"type": "record", "name": "Trip", "fields": [
+    {"name": "number", "type": "int"}, {"name": "place", "type": "string"}]}"""
 HOSTILE = "<script>alert(1)</script>\u202e\x07"
 
 
@@ -195,6 +198,33 @@ def test_any_value_can_be_shown(running: Running) -> None:
     assert page.status == 200
     assert "\\ud83d" in page.body
     assert len(page.body) < 10 * sum(map(len, values))
+
+
+def fill_typed(one: Cluster) -> None:
+    """A typed topic has hostile values, and one that does not decode."""
+    one.create_topic("trips", 1)
+    trips = Topic.avro("trips", TRIP)
+    with one.admin() as admin, one.producer() as producer:
+        admin.register_schema(trips)
+        producer.send("trips", b"<b>odd").result(60)
+        for number in range(2):
+            producer.send(trips, {"number": number, "place": HOSTILE}).result(60)
+
+
+def test_a_typed_topic_is_decoded(running: Running) -> None:
+    fill_typed(running.cluster)
+    page = running.ask("/messages?name=trips&from=earliest").body
+    assert "<b>odd" not in page
+    odd, *rows = re.findall("<tr><th.*?</tr>", page, re.DOTALL)
+    assert "Not decoded: <bdi>it does not begin with a zero byte and the id of a schema</bdi>" in odd
+    assert ("&lt;b&gt;odd" in odd, "<details>" in odd) == (True, False)
+    assert "<script" not in page
+    for number, row in enumerate(rows):
+        assert f'"number": {number},' in unescape(row)
+        assert "<summary>Stored bytes</summary>" in row
+        assert r"\x00\x00\x00\x00\x01" in unescape(row)
+    found = running.ask(f"/messages?name=trips&where={quote('.number == 1')}").body
+    assert (found.count("<summary>"), "trips" in found) == (1, True)
 
 
 def test_the_newest_of_many(running: Running) -> None:

@@ -116,13 +116,14 @@ READS_FILES = {
     "cli/messages/filters.py",
     "cli/messages/json_records.py",
     "client/offsets/offsets_file.py",
+    "client/schemas/documents.py",
     "spark_consumers/data_source.py",
     "spark_consumers/driver/lag.py",
     "spark_consumers/sink/checkpoint.py",
     "spark_consumers/source/boundaries.py",
     "zk/cluster/cluster_nodes.py",
 }
-"""Modules that read JSON of files, of Spark, or of a child's output. An export of a cluster is such a file."""
+"""Modules that read JSON of files, messages, Spark, or a child's output. An export of a cluster is such a file."""
 
 
 @pytest.mark.slow
