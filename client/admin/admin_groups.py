@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import difflib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -36,10 +36,9 @@ from metamq.security.rights import ANY_PRINCIPAL
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.words import count
 from metamq.zk.cluster.node_acls import give_group
-from metamq.zk.documents import skip_unreadable
 from metamq.zk.errors import NoNode, NotEmpty
 from metamq.zk.groups import members
-from metamq.zk.groups.ownership import CommittedOffset, OffsetRecord, read_offset, reset_offset
+from metamq.zk.groups.ownership import CommittedOffset, OffsetRecord, read_offsets, reset_offset
 from metamq.zk.groups.plans import Plan, read_plan
 from metamq.zk.names import check_consumer, check_node
 from metamq.zk.nodes import ANY_VERSION
@@ -112,7 +111,7 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
     topics.update(await children(session, session.paths.offset_topics(group)))
     configs, problems = await read_configs(cluster, topics)
     tps = await _group_partitions(session, group, configs, owners)
-    records = dict(zip(tps, await asyncio.gather(*(_readable_offset(session, group, tp) for tp in tps)), strict=True))
+    records = await _offsets(session, group, tps)
     configured = {tp: (config.id, LATEST) for config in configs.values() for tp in config.topic_partitions}
     found = await ask_offsets(cluster, configured)
     partitions = [
@@ -120,7 +119,7 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
             tp,
             configs.get(tp.topic),
             problems[tp.topic].problem if tp.topic in problems else "",
-            _record(records[tp]),
+            records[tp],
             found.get(tp),
             owners.get(tp),
             present.get(owners.get(tp, "")),
@@ -137,14 +136,11 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
     )
 
 
-async def _readable_offset(session: Session, group: str, tp: TopicPartition) -> tuple[OffsetRecord, int] | None:
-    with skip_unreadable("it counts as not committed"):
-        return await read_offset(session, group, tp)
-    return None
-
-
-def _record(stored: tuple[OffsetRecord, int] | None) -> OffsetRecord | None:
-    return stored[0] if stored else None
+async def _offsets(
+    session: Session, group: str, tps: Collection[TopicPartition]
+) -> dict[TopicPartition, OffsetRecord | None]:
+    found = await read_offsets(session, [(group, tp) for tp in tps], "it counts as not committed")
+    return dict(zip(tps, found, strict=True))
 
 
 async def _group_partitions(
@@ -261,7 +257,7 @@ async def reset_offsets(
     config = await cluster.topics.get(topic)
     await members.check_empty(session, group, "its offsets cannot be reset")
     targets = await _targets(cluster, config, to)
-    records = {tp: _record(await _readable_offset(session, group, tp)) for tp in targets}
+    records = await _offsets(session, group, targets)
     _check_kept_here(group, topic, records.values())
     resets = []
     for tp, (offset, epoch) in targets.items():
