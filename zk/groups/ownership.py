@@ -281,10 +281,12 @@ async def read_offsets(
     """The offset node's content for each (group, partition), None if there is none. One that cannot be read is
     skipped, with a warning that has the consequence."""
     nodes = await session.nodes([session.paths.offset(group, *tp) for group, tp in places])
-    found: list[OffsetRecord | None] = [None] * len(nodes)
-    for number, (node, (group, tp)) in enumerate(zip(nodes, places, strict=True)):
+    found: list[OffsetRecord | None] = []
+    for node, (group, tp) in zip(nodes, places, strict=True):
+        record = None
         with skip_unreadable(consequence):
-            found[number] = None if node is None else _from_json(group, tp, node.data)
+            record = None if node is None else _from_json(group, tp, node.data)
+        found.append(record)
     return found
 
 

@@ -1,5 +1,5 @@
-"""Reads many nodes by one request, ZooKeeper's multiRead, which kazoo lacks: a twentieth of the processor time, here and
-in ZooKeeper, of a request for each node. It is in ZooKeeper 3.6 and newer, and leaves no watches."""
+"""Reads many nodes by one request, ZooKeeper's multiRead, which kazoo lacks. A request for each node takes twenty times
+as much processor time, here and in ZooKeeper. It is in ZooKeeper 3.6 and newer, and leaves no watches."""
 
 from __future__ import annotations
 
