@@ -169,18 +169,16 @@ async def read_configs(
     cluster: ClusterClient, topics: Collection[str]
 ) -> tuple[dict[str, TopicConfig], dict[str, MetamqError]]:
     """Returns the topics' configurations, and the errors of topics without a usable one. Raises ConnectionLost."""
-    found = await asyncio.gather(*map(cluster.topics.get_or_none, sorted(topics)), return_exceptions=True)
+    found = await cluster.topics.get_all(sorted(topics))
     configs: dict[str, TopicConfig] = {}
     problems: dict[str, MetamqError] = {}
-    for topic, outcome in zip(sorted(topics), found, strict=True):
+    for topic, outcome in found.items():
         if isinstance(outcome, TopicConfig):
             configs[topic] = outcome
         elif outcome is None:
             problems[topic] = TopicNotFound(topic)
-        elif isinstance(outcome, ConfigError | CorruptData):
-            problems[topic] = outcome
         else:
-            raise outcome
+            problems[topic] = outcome
     return configs, problems
 
 
