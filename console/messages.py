@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,11 +81,7 @@ def decoder_of(described: TopicDescription) -> Decode | None:
 
 async def read_messages(client: dict[str, Any], described: TopicDescription, question: Question) -> Found:
     """Returns the messages up to the present ends. Raises MetamqError."""
-    wanted = {
-        TopicPartition(question.topic, part.partition): part
-        for part in described.partitions
-        if part.messages and question.partition in ("", part.partition)
-    }
+    wanted = {TopicPartition(question.topic, part.partition): part for part in _partitions(described, question)}
     if not wanted:
         return Found([], False)
     found: dict[str, deque[Message[bytes]]] = defaultdict(partial(deque, maxlen=question.count))
@@ -111,6 +108,35 @@ async def read_messages(client: dict[str, Any], described: TopicDescription, que
     return Found(order[: -question.count - 1 : -1] if question.is_newest else order, is_cut)
 
 
+def _partitions(described: TopicDescription, question: Question) -> list[PartitionDescription]:
+    """Returns the partitions to read. Without a filter each of them has a message at the place, and they are no more
+    than the messages of the answer: the newest N messages are in the N partitions with the last appends."""
+    found = [
+        part
+        for part in described.partitions
+        if question.partition in ("", part.partition) and _first(part, question) != part.stable_offset
+    ]
+    if question.matches is not None or isinstance(question.place, datetime):
+        return found
+    if question.is_newest:
+        found.sort(key=lambda part: math.inf if part.last_append_us is None else part.last_append_us, reverse=True)
+    return found[: question.count]
+
+
+def _first(part: PartitionDescription, question: Question) -> int | datetime | None:
+    """Returns the place of the first message to read: an offset or a time; the end if there is none."""
+    start, end, place = part.start_offset, part.stable_offset, question.place
+    if start is None or end is None or start == end or place == "latest":
+        return end
+    if isinstance(place, datetime):
+        return place
+    if not isinstance(place, int):
+        return start
+    if question.matches is None:
+        place = max(place, -COUNT)
+    return min(max(end + place if place < 0 else place, start), end)
+
+
 def _take(message: Message[bytes], ends: dict[TopicPartition, int], question: Question) -> bool:
     in_range = message.offset < ends.get(TopicPartition(message.topic, message.partition), 0)
     return in_range and (question.matches is None or question.matches(message))
@@ -120,21 +146,11 @@ async def _seek(
     consumer: Consumer[bytes], wanted: dict[TopicPartition, PartitionDescription], question: Question
 ) -> dict[TopicPartition, int]:
     """Seeks to the place. Returns the end of each partition with messages to read; the others are paused."""
-    ends = {}
-    for tp in consumer.assignment:
-        part = wanted.get(tp)
-        if part is None:
-            consumer.pause(tp)
-            continue
-        assert part.start_offset is not None
-        assert part.stable_offset is not None
-        ends[tp] = part.stable_offset
-        place = question.place
-        if isinstance(place, int):
-            if question.matches is None:
-                place = max(place, -COUNT)
-            place = min(max(part.stable_offset + place if place < 0 else place, part.start_offset), part.stable_offset)
-        await consumer.seek(tp, place)  # type: ignore[arg-type]
+    assigned = consumer.assignment
+    if others := [tp for tp in assigned if tp not in wanted]:
+        consumer.pause(*others)
+    ends = {tp: part.stable_offset for tp in assigned if (part := wanted.get(tp)) and part.stable_offset is not None}
+    await asyncio.gather(*(consumer.seek(tp, _first(wanted[tp], question)) for tp in ends))  # type: ignore[arg-type]
     return ends
 
 

@@ -68,13 +68,23 @@ def _fields(cls: type[Any]) -> tuple[tuple[str, Any, Check, int | None], ...]:
     return tuple((name, kind, _check_of(kind), limits.get(name)) for name, kind in fields_of(cls))
 
 
+class _Anything:
+    """Equals every type."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+_ANYTHING = _Anything()
+
+
 @functools.cache
 def _types(cls: type[Any]) -> tuple[list[Any], tuple[tuple[int, Check, int], ...]]:
     """The types of a header that has exactly the declared fields, and its lists with their places."""
     kinds = [kind for _name, kind in fields_of(cls)]
     fields = _fields(cls)  # type: ignore[arg-type]  # classes are hashable
     lists = tuple((at, check, limit) for at, (*_, check, limit) in enumerate(fields) if limit is not None)
-    return [get_origin(kind) or kind for kind in kinds], lists
+    return [_ANYTHING if kind is Any else get_origin(kind) or kind for kind in kinds], lists
 
 
 def unpack(cls: type[T], header: Any) -> T:

@@ -60,7 +60,7 @@ def parse(data: bytes, bytes_max: int = DOCUMENT_BYTES_MAX) -> dict[str, Any]:
     if len(data) > bytes_max:
         raise ValueError(f"it has {len(data):,} bytes, the limit is {bytes_max:,}")
     _check_depth(data)
-    document = json.loads(data.decode(), parse_constant=_refuse)
+    document = _DECODER.decode(data.decode())
     if not isinstance(document, dict):
         raise ValueError(f"it is a {type(document).__name__}, not an object")
     return document
@@ -81,6 +81,9 @@ def _check_depth(data: bytes) -> None:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not a number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def number(value: Any, low: int = 0, high: int = NUMBER_MAX) -> int:

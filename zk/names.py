@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from metamq.errors import ConfigError, WrongType
 
@@ -16,6 +17,8 @@ MAX_GROUP_CHARS = MAX_NAME_CHARS - len(DEAD_LETTER_SUFFIX)
 OWN = "~"
 """The first character in the names of a broker's own logs: no topic's name can begin with it."""
 
+NAMES_KEPT = 1 << 16
+"""Names of partitions whose numbers are kept in memory."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _OUTSIDE = re.compile(r"[^A-Za-z0-9._-]")
 _PARTITION = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
@@ -111,9 +114,14 @@ def parse_partition(name: str) -> tuple[int, int]:
     It is also a sort key, which puts "0-10" after "0-9": `sorted(names, key=parse_partition)`.
     """
     try:
-        match = _PARTITION.fullmatch(name)
+        return _parsed(name)
     except TypeError:
         raise WrongType(f"partition must be a string, not {name!r}", hint='Write it like "0-3".') from None
+
+
+@lru_cache(maxsize=NAMES_KEPT)
+def _parsed(name: str) -> tuple[int, int]:
+    match = _PARTITION.fullmatch(name)
     if match is None:
         raise ConfigError(f"partition {name!r} is not a broker id, a '-' and an index", hint='Write it like "0-3".')
     return int(match.group(1)), int(match.group(2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from metamq.zk.names import parse_partition, partition_name
+from metamq.zk.names import parse_partition
 
 
 class TopicPartition(NamedTuple):
@@ -29,6 +29,4 @@ def partition_order(item: TopicPartition) -> tuple[str, int, int]:
 
 def configured_partitions(partitions: Mapping[int, int]) -> list[str]:
     """The names of a topic's partitions, from broker id -> count, in numeric order: 0-0, ..., 0-10, 1-0."""
-    return [
-        partition_name(broker_id, index) for broker_id in sorted(partitions) for index in range(partitions[broker_id])
-    ]
+    return [f"{broker_id}-{index}" for broker_id in sorted(partitions) for index in range(partitions[broker_id])]

@@ -23,8 +23,7 @@ from metamq.broker.log_once import LogOnce
 from metamq.broker.roles.role import MasterRole
 from metamq.errors import MetamqError
 from metamq.wire.batch import HEADER_BYTES, read_header
-from metamq.zk.documents import skip_unreadable
-from metamq.zk.groups.ownership import OffsetRecord, read_offset
+from metamq.zk.groups.ownership import OffsetRecord, read_offsets
 from metamq.zk.names import partition_name
 from metamq.zk.partitions import TopicPartition
 
@@ -39,7 +38,8 @@ log = logging.getLogger("metamq.broker")
 
 READS_MAX = 5000
 """Offsets that one round reads."""
-READS_AT_ONCE = 64
+READS_AT_ONCE = 32
+"""Offsets of one request to ZooKeeper: the loop checks them without a pause."""
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class GroupLagReader:
         chosen = [*order[self._turn :], *order[: self._turn]][:READS_MAX]
         for at in range(0, len(chosen), READS_AT_ONCE):
             part = chosen[at : at + READS_AT_ONCE]
-            records = await asyncio.gather(*(self._record(group, tp) for group, tp in part))
+            records = await read_offsets(self._session, part, "its lag is not known")
             for place, record in zip(part, records, strict=True):
                 self._readings[place] = self._reading(places[place], record, self._readings.get(place, UNKNOWN))
                 await asyncio.sleep(0)
@@ -143,12 +143,6 @@ class GroupLagReader:
             for topic in sorted(own.intersection(claimed)):
                 for index, partition in sorted(self._topics.open.get(topic, {}).items()):
                     yield group, TopicPartition(topic, partition_name(self._config.id, index)), partition
-
-    async def _record(self, group: str, tp: TopicPartition) -> OffsetRecord | None:
-        with skip_unreadable("its lag is not known"):
-            stored = await read_offset(self._session, group, tp)
-            return None if stored is None else stored[0]
-        return None
 
     def _reading(self, partition: Partition, record: OffsetRecord | None, before: Reading) -> Reading:
         if record is None:

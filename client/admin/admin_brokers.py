@@ -163,8 +163,10 @@ def _statistics(address: str, header: Any) -> BrokerStatistics:
 _COUNTERS = ("messages_in", "bytes_in", "batches_in", "bytes_out", "fetches", "repeats")
 
 
-async def sizes_on_disk(cluster: ClusterClient, broker_ids: list[int]) -> dict[TopicPartition, int]:
-    """Returns the bytes of every partition of these brokers. Brokers that do not answer are left out."""
+async def partition_statistics(
+    cluster: ClusterClient, broker_ids: list[int]
+) -> dict[TopicPartition, PartitionStatistics]:
+    """Returns the figures of every partition of these brokers. Brokers that do not answer are left out."""
 
     async def ask(broker_id: int) -> tuple[PartitionStatistics, ...]:
         try:
@@ -174,4 +176,4 @@ async def sizes_on_disk(cluster: ClusterClient, broker_ids: list[int]) -> dict[T
             return ()
 
     answers = await asyncio.gather(*map(ask, broker_ids))
-    return {TopicPartition(one.topic, one.partition): one.size_bytes for answer in answers for one in answer}
+    return {TopicPartition(one.topic, one.partition): one for answer in answers for one in answer}

@@ -40,11 +40,18 @@ from metamq.security.rights import ANY_PRINCIPAL
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.words import count
 from metamq.zk.cluster.node_acls import give_group
-from metamq.zk.documents import skip_unreadable
 from metamq.zk.errors import NoNode, NotEmpty
 from metamq.zk.groups import members
 from metamq.zk.groups.hold import held
-from metamq.zk.groups.ownership import CommittedOffset, OffsetRecord, clear, publish, read_offset, reset_offset
+from metamq.zk.groups.ownership import (
+    CommittedOffset,
+    OffsetRecord,
+    clear,
+    publish,
+    read_offset,
+    read_offsets,
+    reset_offset,
+)
 from metamq.zk.groups.plans import Plan, read_plan
 from metamq.zk.groups.together import commit_all
 from metamq.zk.names import check_consumer, check_node
@@ -105,11 +112,8 @@ async def _topics_of(session: Session, group: str, present: Mapping[str, Member]
 
 async def _is_cleared(session: Session, group: str, topic: str) -> bool:
     names = await children(session, session.paths.offsets(group, topic))
-    for name in names:
-        record = _record(await _readable_offset(session, group, TopicPartition(topic, name)))
-        if record is None or not record.is_cleared:
-            return False
-    return bool(names)
+    records = await _offsets(session, group, [TopicPartition(topic, name) for name in names])
+    return bool(names) and all(record is not None and record.is_cleared for record in records.values())
 
 
 async def _owner(session: Session, group: str) -> str | None:
@@ -135,7 +139,7 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
     topics = await _topics_of(session, group, present) | {tp.topic for tp in owners}
     configs, problems = await read_configs(cluster, topics)
     tps = await _group_partitions(session, group, topics, configs, owners)
-    records = dict(zip(tps, await asyncio.gather(*(_readable_offset(session, group, tp) for tp in tps)), strict=True))
+    records = await _offsets(session, group, tps)
     configured = {tp: (config.id, LATEST) for config in configs.values() for tp in config.topic_partitions}
     found = await ask_offsets(cluster, configured)
     partitions = [
@@ -143,7 +147,7 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
             tp,
             configs.get(tp.topic),
             problems[tp.topic].problem if tp.topic in problems else "",
-            _record(records[tp]),
+            records[tp],
             found.get(tp),
             owners.get(tp),
             present.get(owners.get(tp, "")),
@@ -160,10 +164,11 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
     )
 
 
-async def _readable_offset(session: Session, group: str, tp: TopicPartition) -> tuple[OffsetRecord, int] | None:
-    with skip_unreadable("it counts as not committed"):
-        return await read_offset(session, group, tp)
-    return None
+async def _offsets(
+    session: Session, group: str, tps: Collection[TopicPartition]
+) -> dict[TopicPartition, OffsetRecord | None]:
+    found = await read_offsets(session, [(group, tp) for tp in tps], "it counts as not committed")
+    return dict(zip(tps, found, strict=True))
 
 
 def _record(stored: tuple[OffsetRecord, int] | None) -> OffsetRecord | None:
@@ -292,7 +297,7 @@ async def reset_offsets(
     targets = await _targets(cluster, config, to)
     if offsets is not None:
         return await _reset_in_database(session, group, config, targets, offsets, dry_run=dry_run)
-    records = {tp: _record(await _readable_offset(session, group, tp)) for tp in targets}
+    records = await _offsets(session, group, list(targets))
     _check_kept_here(group, topic, records.values())
     resets = []
     for tp, (offset, epoch) in targets.items():
@@ -316,8 +321,7 @@ async def _reset_in_database(
 ) -> tuple[OffsetReset, ...]:
     """Sets offsets in a database, as an owner would: its claim waits there for the last owner's open transaction."""
     kept_by = type(offsets).__name__
-    for tp in targets:
-        record = _record(await _readable_offset(session, group, tp))
+    for record in (await _offsets(session, group, list(targets))).values():
         _check_storage(group, config.topic, record, kept_by)
     before = await offsets.read(group, list(targets))
     if not dry_run:

@@ -44,7 +44,8 @@ class PartitionDescription:
     """One partition. Figures are None while its broker does not answer for it; then `error` is the reason.
 
     `address` is the address of its master, None while none is registered. Messages with the offsets `start_offset` to
-    `stable_offset` (exclusive) can be read. `size_bytes` is the size on disk.
+    `stable_offset` (exclusive) can be read. `size_bytes` is the size on disk, `last_append_us` the time of the last
+    append in microseconds since 1970; 0 if nothing was ever appended.
     """
 
     partition: str
@@ -54,6 +55,7 @@ class PartitionDescription:
     stable_offset: int | None = None
     size_bytes: int | None = None
     error: MetamqError | None = None
+    last_append_us: int | None = None
 
     @property
     def problem(self) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metamq.client.admin.admin_brokers import ask_offsets, children, sizes_on_disk
+from metamq.client.admin.admin_brokers import ask_offsets, children, partition_statistics
 from metamq.client.admin.admin_groups import question, wanted_offsets
 from metamq.client.admin.admin_model import PartitionTrim, RemovalPlan
 from metamq.client.admin.admin_topics import wait_for
@@ -324,7 +324,7 @@ async def _plan_trims(
         raise ConfigError("`before` is 'earliest'", hint="Give 'latest', an aware datetime, or offsets.")
     wanted = wanted_offsets(config, before)
     found = await ask_offsets(cluster, {tp: (config.id, question(before)) for tp in wanted})
-    sizes = await sizes_on_disk(cluster, sorted({parse_partition(tp.partition)[0] for tp in wanted}))
+    figures = await partition_statistics(cluster, sorted({parse_partition(tp.partition)[0] for tp in wanted}))
     planned = {}
     for tp, explicit in wanted.items():
         answer = found[tp]
@@ -336,7 +336,7 @@ async def _plan_trims(
             error.hint = f"Give an offset up to {end:,}, a time or 'latest'."
             raise error
         messages = max(offset - start, 0)
-        size = sizes.get(tp)
+        size = figures[tp].size_bytes if tp in figures else None
         share = None if size is None else round(size * messages / max(end - start, 1))
         plan = PartitionTrim(tp.topic, tp.partition, start, max(offset, start), messages, share)
         planned[tp] = plan, Trim(offset, answer.epoch)

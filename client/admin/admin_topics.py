@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from metamq.client.admin.admin_brokers import ask_offsets, children, sizes_on_disk
+from metamq.client.admin.admin_brokers import ask_offsets, children, partition_statistics
 from metamq.client.admin.admin_model import PartitionDescription, TopicDescription, TopicSettings
 from metamq.client.checks import check_seconds, is_whole, wrong_type
 from metamq.client.net.first_contact import until_connected
@@ -169,18 +169,16 @@ async def read_configs(
     cluster: ClusterClient, topics: Collection[str]
 ) -> tuple[dict[str, TopicConfig], dict[str, MetamqError]]:
     """Returns the topics' configurations, and the errors of topics without a usable one. Raises ConnectionLost."""
-    found = await asyncio.gather(*map(cluster.topics.get_or_none, sorted(topics)), return_exceptions=True)
+    found = await cluster.topics.get_all(sorted(topics))
     configs: dict[str, TopicConfig] = {}
     problems: dict[str, MetamqError] = {}
-    for topic, outcome in zip(sorted(topics), found, strict=True):
+    for topic, outcome in found.items():
         if isinstance(outcome, TopicConfig):
             configs[topic] = outcome
         elif outcome is None:
             problems[topic] = TopicNotFound(topic)
-        elif isinstance(outcome, ConfigError | CorruptData):
-            problems[topic] = outcome
         else:
-            raise outcome
+            problems[topic] = outcome
     return configs, problems
 
 
@@ -194,7 +192,7 @@ async def describe_topics(cluster: ClusterClient, configs: Collection[TopicConfi
     masters = await live_brokers(cluster.session)
     found = await ask_offsets(cluster, {tp: (one.id, LATEST) for one in configs for tp in one.topic_partitions})
     broker_ids = sorted({broker_id for config in configs for broker_id in config.partitions})
-    sizes = await sizes_on_disk(cluster, [broker_id for broker_id in broker_ids if broker_id in masters])
+    figures = await partition_statistics(cluster, [broker_id for broker_id in broker_ids if broker_id in masters])
     states = {broker_id: await read_state(cluster.session, broker_id) for broker_id in broker_ids}
     in_sync = {broker_id: len(stored[0].insync) for broker_id, stored in states.items() if stored is not None}
 
@@ -203,8 +201,9 @@ async def describe_topics(cluster: ClusterClient, configs: Collection[TopicConfi
         address = masters[broker_id].address if broker_id in masters else None
         if isinstance(answer, MetamqError):
             return PartitionDescription(tp.partition, broker_id, address, error=answer)
+        size, last_append_us = (one.size_bytes, one.last_append_us) if (one := figures.get(tp)) else (None, None)
         return PartitionDescription(
-            tp.partition, broker_id, address, answer.start_offset, answer.stable_offset, sizes.get(tp)
+            tp.partition, broker_id, address, answer.start_offset, answer.stable_offset, size, None, last_append_us
         )
 
     return [

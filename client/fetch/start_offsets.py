@@ -45,6 +45,7 @@ class _Question(NamedTuple):
     topic_id: str
     what: int
     """The requested place: a time, EARLIEST or LATEST."""
+    master_only: bool
 
 
 class OffsetFinder:
@@ -85,10 +86,12 @@ class OffsetFinder:
         end."""
         return (await self._find(tp, topic_id, where)).offset
 
-    async def _find(self, tp: TopicPartition, topic_id: str, where: Start) -> OffsetsResult:
+    async def _find(
+        self, tp: TopicPartition, topic_id: str, where: Start, *, master_only: bool = False
+    ) -> OffsetsResult:
         named = EARLIEST if where == "earliest" else LATEST
         wanted = requested_time_us(where) if isinstance(where, datetime) else named
-        question = _Question(parse_partition(tp.partition)[0], tp.topic, topic_id, wanted)
+        question = _Question(parse_partition(tp.partition)[0], tp.topic, topic_id, wanted, master_only)
         answer: asyncio.Future[OffsetsResult] = asyncio.get_running_loop().create_future()
         if question not in self._waiting:
             self._waiting[question] = {}
@@ -105,7 +108,9 @@ class OffsetFinder:
         topic_ids = dict.fromkeys(partitions, question.topic_id)
         results: Sequence[OffsetsResult | Exception]
         try:
-            results = await self._ask_broker(question.broker_id, partitions, topic_ids, question.what)
+            results = await self._ask_broker(
+                question.broker_id, partitions, topic_ids, question.what, master_only=question.master_only
+            )
         except Exception as error:  # also a bug in metamq: otherwise the callers would wait without end
             results = [error] * len(partitions)
         for tp, result in zip(partitions, results, strict=True):
@@ -132,11 +137,13 @@ class OffsetFinder:
         If the brokers do not answer, the offsets pass unchecked: `on_data_loss` decides later.
         """
         try:
-            found = await self.ask(topic_ids, LATEST, master_only=True)  # a slave's end may be before the real one
+            # A slave's end may be before the real one. The requests of other seeks in this turn are joined.
+            asked = (self._find(tp, topic_id, "latest", master_only=True) for tp, topic_id in topic_ids.items())
+            found = await asyncio.gather(*asked)
         except MetamqError as error:
             log.info("the end of %s is not known at present: %s", ", ".join(map(str, topic_ids)), error)
             return
-        for tp, result in found.items():
+        for tp, result in zip(topic_ids, found, strict=True):
             if offsets[tp] > result.stable_offset:
                 beyond = OffsetOutOfRange(str(tp), offsets[tp], result.start_offset, result.stable_offset)
                 beyond.hint = hint

@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 import pytest
+from kazoo.security import make_acl
 
-from metamq.errors import ClosedError, ConfigError, MessageTooLarge
+from metamq.errors import ClosedError, ConfigError, MessageTooLarge, NotAuthorized
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode, NotEmpty, ZooKeeperError
 from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, SetData
 from metamq.zk.session.session import Session, SessionState
@@ -116,6 +117,38 @@ def test_of_many_writers_of_one_version_one_wins(servers: str) -> None:
         assert len(won) == 1
         assert all(isinstance(result, BadVersion) for result in results if result not in won)
         assert await session.get("/n") == won[0]
+
+    run(servers, scenario)
+
+
+def test_many_nodes_are_read_by_few_requests(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(session: Session) -> None:
+        await session.ensure("/many")
+        await session.multi([Create(f"/many/{number}", b"%d" % number) for number in range(250)])
+        await session.set("/many/7", b"", 0)
+        await session.create("/many/own", b"\xff", ephemeral=True)
+        paths = [f"/many/{number}" for number in (7, 249, 999, 250, "own", 7, *range(250))]
+        one_by_one = [await session.get_or_none(path) for path in paths]
+        asked: list[int] = []
+        submit = session._link.submit
+        monkeypatch.setattr(session._link, "submit", lambda *given: asked.append(1) or submit(*given))
+        assert await session.nodes(paths) == one_by_one
+        assert len(asked) == 3
+        assert await session.nodes([]) == []
+        assert [node is None for node in one_by_one[:6]] == [False, False, True, True, False, False]
+
+    run(servers, scenario)
+
+
+def test_of_many_nodes_one_that_may_not_be_read_is_named(servers: str) -> None:
+    async def scenario(session: Session) -> None:
+        for name in ("one", "secret", "three"):
+            await session.create(f"/read/{name}", makepath=True)
+        await session.set_acl("/read/secret", [make_acl("world", "anyone", write=True)])
+        with pytest.raises(NotAuthorized, match="/read/secret"):
+            await session.nodes(["/read/one", "/read/secret", "/read/three"])
+        with pytest.raises(ConfigError):
+            await session.nodes(["/read/one", "read"])
 
     run(servers, scenario)
 

@@ -86,6 +86,21 @@ def test_many_partitions_take_few_transactions(servers: str, monkeypatch: pytest
     asyncio.run(scenario())
 
 
+def test_a_claim_of_many_partitions_takes_few_reads(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with await Session.open(servers) as session:
+            asked: list[int] = []
+            submit = session._link.submit
+            monkeypatch.setattr(session._link, "submit", lambda *given: asked.append(1) or submit(*given))
+            held = await owned(session, "one", MANY)
+            assert await together.release_all(session, [(one, None) for one in held]) == [None] * len(MANY)
+            asked.clear()
+            await owned(session, "two", MANY)
+            assert len(asked) < 15
+
+    asyncio.run(scenario())
+
+
 def test_a_partition_whose_version_does_not_fit_spoils_no_other(servers: str) -> None:
     async def scenario() -> None:
         async with await Session.open(servers) as one, await Session.open(servers) as two:

@@ -226,3 +226,18 @@ def test_watches_tell_of_new_changed_and_deleted_topics(servers: str, until: Unt
             await until(lambda: seen[-1] == "deleted")
 
     asyncio.run(scenario())
+
+
+def test_many_topics_are_read_at_once_each_with_its_own_problem(servers: str) -> None:
+    async def main() -> None:
+        async with await Session.open(servers) as session:
+            store = TopicStore(session)
+            made = [await store.create(TopicConfig(f"t{number}", {0: 1})) for number in range(3)]
+            await session.create(session.paths.topic_config("broken"), b"{")
+            found = await store.get_all(["t2", "t0", "broken", "missing", "a/b", "t1"])
+            assert list(found) == ["t2", "t0", "broken", "missing", "a/b", "t1"]
+            assert [found["t0"], found["t1"], found["t2"], found["missing"]] == [*made, None]
+            assert (type(found["broken"]), type(found["a/b"])) == (CorruptData, ConfigError)
+            assert await store.get_all([]) == {}
+
+    asyncio.run(main())

@@ -16,11 +16,11 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from metamq.errors import ConfigError, CorruptData, NotAuthorized, TopicExists, TopicNotFound
+from metamq.errors import ConfigError, CorruptData, MetamqError, NotAuthorized, TopicExists, TopicNotFound
 from metamq.zk.cluster.schemas import NO_SCHEMAS, TopicSchemas, schemas_of
 from metamq.zk.cluster.trims import NO_TRIMS, Trims, check_trims, check_trims_follow, trims_of
 from metamq.zk.documents import broker_number, fields, read_document, shown
@@ -343,6 +343,19 @@ class TopicStore:
             await self._check_cluster(is_found=node is not None)
         return None if node is None else from_json(topic, node.data)
 
+    async def get_all(self, topics: Collection[str]) -> dict[str, TopicConfig | MetamqError | None]:
+        """Returns the result of `get_or_none` for each topic, or its ConfigError or CorruptData, with few requests."""
+        found = {topic: _outcome(check_node, "topic", topic) for topic in topics}
+        valid = [topic for topic, problem in found.items() if not isinstance(problem, MetamqError)]
+        nodes = await self._session.nodes([self._path(topic) for topic in valid])
+        if None in nodes or not self._cluster:
+            await self._check_cluster(is_found=None not in nodes and bool(nodes))
+        read = {
+            topic: None if node is None else _outcome(from_json, topic, node.data)
+            for topic, node in zip(valid, nodes, strict=True)
+        }
+        return {topic: read.get(topic, problem) for topic, problem in found.items()}
+
     async def _check_cluster(self, *, is_found: bool) -> None:
         """Remembers the cluster that has a topic; raises ConnectionLost if there is now another one, or none."""
         node = await self._session.get_or_none(self._session.paths.cluster())
@@ -417,3 +430,11 @@ class TopicStore:
 
     def _path(self, topic: str) -> str:
         return self._session.paths.topic_config(topic)
+
+
+def _outcome(work: Callable[..., Any], *given: Any) -> Any:
+    """Returns the result, or the error of metamq."""
+    try:
+        return work(*given)
+    except MetamqError as error:
+        return error

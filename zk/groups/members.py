@@ -90,7 +90,7 @@ async def read_members(session: Session, group: str, watch: Watcher | None = Non
     Skips a member whose node cannot be read: it takes no part, and the others continue.
     """
     names = sorted(await member_names(session, group, watch))
-    nodes = await asyncio.gather(*(session.get_or_none(session.paths.member(group, name)) for name in names))
+    nodes = await session.nodes([session.paths.member(group, name) for name in names])
     found: dict[str, Member] = {}
     for name, node in zip(names, nodes, strict=True):
         with skip_unreadable(f"group {group}: a member is skipped"):
@@ -117,7 +117,7 @@ async def owned_partitions(session: Session, group: str) -> dict[TopicPartition,
     items = [
         TopicPartition(topic, name) for topic, owned in zip(topics, names, strict=True) for name in sorted(owned or [])
     ]
-    nodes = await asyncio.gather(*(session.get_or_none(session.paths.owner(group, *item)) for item in items))
+    nodes = await session.nodes([session.paths.owner(group, *item) for item in items])
     return {
         item: node.data.decode(errors="replace") for item, node in zip(items, nodes, strict=True) if node is not None
     }

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -288,8 +288,27 @@ async def _still_ours(session: Session, held: Ownership) -> Ownership:
 
 async def read_offset(session: Session, group: str, tp: TopicPartition) -> tuple[OffsetRecord, int] | None:
     """The content of the offset node, and its version; None if the group never claimed the partition."""
-    node = await session.get_or_none(session.paths.offset(group, *tp))
+    return stored_offset(group, tp, await session.get_or_none(session.paths.offset(group, *tp)))
+
+
+def stored_offset(group: str, tp: TopicPartition, node: Node | None) -> tuple[OffsetRecord, int] | None:
+    """The content of this offset node, and its version. Raises CorruptData."""
     return None if node is None else (_from_json(group, tp, node.data), node.version)
+
+
+async def read_offsets(
+    session: Session, places: Sequence[tuple[str, TopicPartition]], consequence: str
+) -> list[OffsetRecord | None]:
+    """The offset node's content for each (group, partition), None if there is none. One that cannot be read is
+    skipped, with a warning that has the consequence."""
+    nodes = await session.nodes([session.paths.offset(group, *tp) for group, tp in places])
+    found: list[OffsetRecord | None] = []
+    for node, (group, tp) in zip(nodes, places, strict=True):
+        record = None
+        with skip_unreadable(consequence):
+            record = None if node is None else _from_json(group, tp, node.data)
+        found.append(record)
+    return found
 
 
 async def reset_offset(session: Session, group: str, tp: TopicPartition, committed: CommittedOffset | None) -> None:

@@ -21,7 +21,7 @@ from metamq.zk.groups import ownership
 
 if TYPE_CHECKING:
     from metamq.zk.groups.ownership import NotYet, Ownership
-    from metamq.zk.nodes import Op
+    from metamq.zk.nodes import Node, Op
     from metamq.zk.partitions import TopicPartition
     from metamq.zk.session.session import Session
 
@@ -50,9 +50,13 @@ async def claim_all(
     """Claims (partition, topic's id); see ownership.claim(). The folders must exist, see ownership.prepare()."""
     try:
         owned = await _owned(session, group, {tp.topic for tp, _ in wanted})
+        nodes = await session.nodes([session.paths.offset(group, *tp) for tp, _ in wanted])
     except MetamqError as error:
         return [error for _ in wanted]
-    work = [_claim_step(session, group, *one, consumer_id, freed, kept_by, owned) for one in wanted]
+    work = [
+        _claim_step(session, group, *one, consumer_id, freed, kept_by, owned, node)
+        for one, node in zip(wanted, nodes, strict=True)
+    ]
     prepared = await asyncio.gather(*map(_outcome, work))
     steps: list[_Step[Ownership | NotYet | MetamqError]] = [step for step in prepared if isinstance(step, _Step)]
     outcomes = iter(await _carry_out(session, steps))
@@ -74,13 +78,14 @@ async def _claim_step(
     freed: Callable[[TopicPartition], None],
     kept_by: str,
     owned: set[tuple[str, str]],
+    node: Node | None,
 ) -> _Step[Ownership | NotYet | MetamqError] | Ownership | NotYet:
     alone = partial(
         ownership.claim, session, group, tp, topic_id, consumer_id, freed=partial(freed, tp), kept_by=kept_by
     )
     if tp in owned:
         return await alone()
-    stored = await ownership.read_offset(session, group, tp)
+    stored = ownership.stored_offset(group, tp, node)
     return _Step(*ownership.claim_writes(session, group, tp, topic_id, consumer_id, stored, kept_by), alone)
 
 

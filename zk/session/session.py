@@ -46,6 +46,7 @@ from metamq.zk.servers import parse_servers
 from metamq.zk.session.acls import Acl, acl_of, is_open, shared_root
 from metamq.zk.session.answers import commit, create_node, error_of, failure_of, node_of, stat_of, version_after
 from metamq.zk.session.link import Link
+from metamq.zk.session.many_nodes import found_nodes, requests
 from metamq.zk.session.refused import is_refused_alone
 from metamq.zk.session.watches import Watches
 
@@ -208,6 +209,12 @@ class Session:
                 # Only `exists` leaves a watch for a node that does not exist yet.
                 if not await self._ask(session_id, path, lambda client: client.exists_async(full, watching.watch)):
                     return None
+
+    async def nodes(self, paths: Sequence[str]) -> list[Node | None]:
+        """The results of `get_or_none`, in order, by a request for each hundred. Raises the first path's error."""
+        session_id, works = self._open_session_id(), requests([*map(self._full, paths)])
+        found = await asyncio.gather(*(self._ask(session_id, paths[0], work) for work in works))
+        return found_nodes(found, self.servers, paths)
 
     async def exists(self, path: str, watch: Callable[[], None] | None = None) -> Stat | None:
         """The node's stat, or None. `watch` is called once if the node changes, is deleted or is created."""
@@ -577,8 +584,7 @@ class Session:
 
 
 def _parent(full: str) -> str | None:
-    parent = full.rpartition("/")[0]
-    return parent or None
+    return full.rpartition("/")[0] or None
 
 
 def _check_data(path: str, data: bytes) -> None:
