@@ -3,8 +3,8 @@
 python bench/report.py [bench/results/latest.json]
 
 The figures of long parts come from files of their own:
-`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling, security and disk. So do
-those of partitions, scan and console, while the result file lacks them.
+`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling, security, disk and scale.
+So do those of partitions, scan and console, while the result file lacks them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SIDES = ("broker", "client")
-OWN_FILES = ("partitions", "scan", "console", "failover", "rolling", "security", "disk")
+OWN_FILES = ("partitions", "scan", "console", "failover", "rolling", "security", "disk", "scale")
 WAYS = ("send", "send_many", "iteration", "batches", "batches, values", "batches, arrow", "listener")
 
 INTRODUCTION = """# Performance
@@ -382,6 +382,42 @@ def _disk(measured: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _scale(measured: dict[str, Any]) -> list[str]:
+    names = {
+        "topic": "one more topic, until every replica offers it",
+        "members": "all members start, until each group has one plan and all partitions",
+        "join": "one more member, until the same",
+        "kill": "a member is killed with -9, until the same, with its session's time-out",
+        "promotion": "a slave is promoted, until all members know it and both replicas have renewed their offers",
+        "commits": "each member commits each of its partitions, again and again",
+        "idle": "nothing",
+        "restart": "ZooKeeper is killed and started again, until it has answered all, and the groups are settled",
+    }
+    sizes, server = measured["sizes"], measured["zookeeper"]
+    lines = ["", "## A large cluster, simulated", ""]
+    lines.append(
+        f"One ZooKeeper, {sizes['brokers']} broker ids with {sizes['replicas']} replicas each, {sizes['topics']} "
+        f"topics with {sizes['partitions']:,} partitions together, and {sizes['consumers']} members in "
+        f"{sizes['groups']} groups. The brokers and members are the product's code for ZooKeeper, with a session each, "
+        f"without messages; all share the two cores. Sessions have a time-out of {sizes['session_ms'] / 1e3:g} s. "
+        "Seconds, and seconds of a processor: of ZooKeeper, and of the simulated processes together."
+    )
+    lines += ["", "| event | seconds | ZooKeeper | processes | of it their event loops |", "|---" * 5 + "|"]
+    for event, name in names.items():
+        figures = measured["events"][event]
+        cells = [f"{figures[f'{what}s']:.1f}" for what in ("", "zookeeper_cpu_", "processes_cpu_", "loops_cpu_")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"ZooKeeper then has {server['nodes']:,} nodes, {server['ephemeral_nodes']:,} of them ephemeral, "
+        f"{server['watches']:,} watches and {server['sessions']:,} sessions. It uses {server['heap_used_mb']:,.0f} MB "
+        f"of Java's heap, with garbage, and {server['memory_mb']:,.0f} MB of memory. The members commit "
+        f"{measured['events']['commits']['per_s']:,.0f} offsets a second: {measured['constants']['commit_us']:.0f} µs "
+        f"of ZooKeeper's processor each. The load of the machine was {measured['load']:.0f}: other work ran beside it.",
+    ]
+    return lines
+
+
 def _checks(found: list[dict[str, Any]]) -> list[str]:
     lines = ["", "## Targets", ""]
     lines += ["Targets in messages per second are for a loopback of 2 GB/s, and are scaled by the loopback here.", ""]
@@ -457,6 +493,7 @@ def main() -> None:
         ("rolling", _rolling),
         ("security", _security),
         ("disk", _disk),
+        ("scale", _scale),
     ):
         if part in results:
             lines += write(results[part])

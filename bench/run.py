@@ -8,6 +8,8 @@
                                 the memory of a scan, with a topic of this size; it needs as much disk space
     ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; others of this kind are
                                 rolling, security, disk and cores
+    ./dev bench --only scale --brokers 100 --partitions 20000 --consumers 40
+                                a simulation of a cluster of this size on ZooKeeper, without data; it takes minutes
 
 Writes bench/results/latest.json, from which bench/report.py makes docs/performance.md. Figures are medians over the
 rounds. Every round measures the raw limits too, so that both see the same machine.
@@ -16,6 +18,7 @@ rounds. Every round measures the raw limits too, so that both see the same machi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -39,6 +42,7 @@ import lifecycle
 import partitions
 import raw
 import replication
+import scale
 import scan
 import throughput
 import transactions
@@ -49,7 +53,7 @@ PARTS = (
     "throughput", "latency", "lifecycle", "partitions", "rebalance", "replication", "transactions", "scan", "console",
     "spark",
 )  # fmt: skip
-LONG_PARTS = ("failover", "rolling", "security", "disk", "cores")
+LONG_PARTS = ("failover", "rolling", "security", "disk", "cores", "scale")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
 ENOUGH_FSYNCS = 1250
@@ -195,6 +199,11 @@ def run_cores(rounds: int) -> dict[str, Any]:
     return cores.measure(rounds, say)
 
 
+def run_scale(rounds: int, sizes: scale.Sizes) -> dict[str, Any]:
+    """Simulates a large cluster on ZooKeeper."""
+    return scale.measure(sizes, say)
+
+
 class Targets:
     """The project's targets: (what, figure, target, reached) of each that was measured."""
 
@@ -303,6 +312,9 @@ class Targets:
         self.at_least("small PUTs, two processes / one, by processor time", measured["put"]["possible_ratio"], 1.8)
         self.at_least("large fetches, two processes / one, by processor time", measured["fetch"]["possible_ratio"], 1.6)
 
+    def scale(self, measured: dict[str, Any]) -> None:
+        """It has no targets: the figures depend on the sizes."""
+
     def security(self, measured: dict[str, Any]) -> None:
         for way in ("produce", "consume"):
             for side in ("broker", "client"):
@@ -347,6 +359,10 @@ def machine() -> dict[str, Any]:
     }
 
 
+def _sizes(arguments: argparse.Namespace) -> scale.Sizes:
+    return scale.Sizes(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(scale.Sizes)})
+
+
 def main() -> int:
     """Runs the chosen parts; returns 1 if a target is missed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -354,6 +370,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=(*PARTS, *LONG_PARTS), action="append")
     parser.add_argument("--gigabytes", type=float, default=scan.GIGABYTES, help="size of the topic for a scan's memory")
+    for field in dataclasses.fields(scale.Sizes):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=type(field.default),
+            default=field.default,
+            help="of the part scale, see bench/scale.py",
+        )
     parser.add_argument("--remark", help="a sentence about this run, for the report")
     parser.add_argument("--output", type=Path, default=RESULTS / "latest.json")
     arguments = parser.parse_args()
@@ -373,6 +396,7 @@ def main() -> int:
         "security": run_security,
         "disk": run_disk,
         "cores": run_cores,
+        "scale": partial(run_scale, sizes=_sizes(arguments)),
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds

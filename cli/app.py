@@ -51,6 +51,7 @@ COMMANDS = {
     "quota": ("metamq.cli.commands.user", "Show and change quotas of users and certificates."),
     "top": ("metamq.cli.commands.top", "Show brokers, topics and groups as they work: rates and lag."),
     "console": ("metamq.console.command", "Show the cluster in a browser, on this machine."),
+    "plan": ("metamq.cli.sizing.plan", "Work out the sizes of a cluster for a workload."),
     "bench": ("metamq.cli.commands.bench", "Measure the throughput of a running cluster."),
     "doctor": ("metamq.cli.commands.doctor", "Check every part of a cluster, and report problems."),
     "demo": ("metamq.cli.demo.story", "Send real data through a real cluster, and kill parts of it."),

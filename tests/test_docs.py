@@ -85,7 +85,8 @@ def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "document", ["docs/producing.md", "docs/administering.md", "docs/consuming.md", "docs/typed.md"]
+    "document",
+    ["docs/producing.md", "docs/administering.md", "docs/consuming.md", "docs/typed.md", "docs/scaling.md"],
 )
 def test_commands_run_as_printed(document: str, tmp_path: Path) -> None:
     found = SHELL.findall((ROOT / document).read_text())

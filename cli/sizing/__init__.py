@@ -1,0 +1,1 @@
+"""The command `metamq plan`: the sizes of a cluster, from measured figures."""
