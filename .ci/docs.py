@@ -27,8 +27,8 @@ SITE = ROOT / "site"
 NAV = {
     "Start": ["start", "tutorial"],
     "Tasks": [
-        "producing", "consuming", "typed", "scan", "transactions", "spark", "testing", "fastapi", "administering",
-        "console",
+        "producing", "consuming", "typed", "scan", "transactions", "spark", "testing", "fastapi", "shop",
+        "administering", "console",
     ],
     "In production": [
         "in-production", "operating", "scaling", "kubernetes", "security", "monitoring", "replication", "runbook",

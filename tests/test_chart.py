@@ -16,8 +16,9 @@ import yaml
 
 from metamq.zk.server.ensemble import Ensemble
 from tests.cli.conftest import unset
+from tests.test_docs import ROOT, SHELL
 
-CHART = Path(__file__).parent.parent / "charts" / "metamq"
+CHART = ROOT / "charts" / "metamq"
 HELM = shutil.which("helm") or shutil.which("helm", path=str(Path.home() / "go" / "bin"))
 VERSIONS = ("1.31", "1.37")
 SECURE = ("--set", "security.brokers=b,security.zookeeper=z,security.console=c")
@@ -140,3 +141,47 @@ def test_wrong_values_are_refused(options: str, words: str) -> None:
     done = helm("template", "shop", str(CHART), "--set", options)
     assert done.returncode != 0
     assert words in done.stderr
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    """As printed, with kubectl and Helm in their dry runs; without Docker's, which need an engine and a registry."""
+    kubectl = shutil.which("kubectl")
+    if HELM is None or kubectl is None:
+        pytest.skip("needs Helm and kubectl")
+    programs = {
+        "docker": "",
+        "kubectl": f'[ "$1" = create ] && exec {kubectl} "$@" --dry-run=client -o json >> secrets\necho "$@" >> asked',
+        "helm": f'shift\nexec {HELM} template "$@" > rendered',
+    }
+    for name, script in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "charts").symlink_to(CHART.parent)
+    blocks = SHELL.findall((ROOT / "docs" / "kubernetes.md").read_text())
+    folders = os.pathsep.join((str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {**unset(os.environ), "PATH": folders}
+    for block in blocks:
+        command = ["bash", "-e", "-o", "pipefail", "-c", block.replace("--reuse-values", "--set image=x")]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60)
+    documents = [one for one in yaml.safe_load_all((tmp_path / "rendered").read_text()) if one]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked == ["exec mq-broker-0-0 -- metamq doctor", "port-forward service/mq-console 8180"]
+    assert find(documents, "StatefulSet", "mq-broker-0")["spec"]["replicas"] > 0
+    assert [port["port"] for port in find(documents, "Service", "mq-console")["spec"]["ports"]] == [8180]
+    secrets = {one["metadata"]["name"]: set(one["data"]) for one in _documents((tmp_path / "secrets").read_text())}
+    common = {"ca.crt", "revoked.crl"}
+    assert secrets == {
+        "mq-brokers": common | {"brokers.crt", "brokers.key"},
+        "mq-zookeeper": common | {"zookeeper.crt", "zookeeper.key"},
+        "mq-console": common,
+    }
+
+
+def _documents(text: str) -> list[dict[str, Any]]:
+    """JSON documents, one after the other."""
+    found, decoder, rest = [], json.JSONDecoder(), text.strip()
+    while rest:
+        one, end = decoder.raw_decode(rest)
+        found.append(one)
+        rest = rest[end:].strip()
+    return found

@@ -22,6 +22,12 @@ SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 FOLDERS = sorted(init.parent.name for init in ROOT.glob("*/__init__.py"))
 """The folders at the root that hold code of the product, `metamq` itself included."""
 
+EXTRAS_NAMED = (
+    re.compile(r"""(?:metamq|\.whl|["' ]\.)\[([a-z][a-z0-9, -]*)\]["'`:. ]"""),
+    re.compile(r"""\blibrary\("[a-z.]+", "(\w+)"\)"""),
+)
+"""The extras in `pip install 'metamq[console]'` and the like, and in the calls of value_codec.library()."""
+
 IN_METAMQ = [folder for folder in FOLDERS if folder != "metamq"]
 
 
@@ -49,6 +55,21 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> s
 def test_the_version_is_the_same_everywhere() -> None:
     for project in (ROOT / "pyproject.toml", *ROOT.glob("integrations/*/pyproject.toml")):
         assert tomllib.loads(project.read_text())["project"]["version"] == metamq.__version__, project
+
+
+def test_every_extra_that_a_text_names_is_there() -> None:
+    tracked = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    named = {
+        (extra.strip(), name)
+        for name in tracked.stdout.splitlines()
+        if not name.startswith("tests/")
+        for pattern in EXTRAS_NAMED
+        for found in pattern.findall((ROOT / name).read_text())
+        for extra in found.split(",")
+    }
+    assert {"console", "security", "arrow", "lz4", "avro"} <= {extra for extra, _name in named}
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert {one for one in named if one[0] not in extras} == set()
 
 
 def test_packages_are_the_tree() -> None:

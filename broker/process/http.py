@@ -14,15 +14,12 @@ import time
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from metamq.errors import ConfigError, TooManyThreads
 from metamq.security.tls import FreshContext, principal_of
 from metamq.threads import start
-
-if TYPE_CHECKING:
-    from metamq.broker.config import BrokerConfig
 
 log = logging.getLogger("metamq.broker")
 
@@ -135,9 +132,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 class StatusServer:
     """An HTTP port, from its construction on. Raises ConfigError if the port is taken, TooManyThreads."""
 
-    def __init__(self, config: BrokerConfig, respond: Respond, tls: FreshContext | None = None) -> None:
+    def __init__(self, host: str, port: int, respond: Respond, tls: FreshContext | None = None) -> None:
         """`respond` answers each request, in any thread. With `tls` the port speaks TLS only."""
-        host, port = config.http_host or config.host, config.http_port
         try:
             self._server = make_server(host, port, respond, _Server, _QuietHandler)
         except OSError as error:

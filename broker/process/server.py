@@ -139,7 +139,8 @@ class Broker:
             pages = BrokerPages(self, guard)
             self._publish(pages)
             tls = guard.tls if guard is not None else None
-            self._status = StatusServer(config, pages.respond, tls) if config.http_port >= 0 else None
+            host, port = config.http_host or config.host, config.http_port
+            self._status = StatusServer(host, port, pages.respond, tls) if port >= 0 else None
             await self._until_answered(self._parts.keeper.begin)
         except BaseException:
             await self._abandon()

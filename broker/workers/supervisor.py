@@ -95,7 +95,7 @@ class Supervisor:
             return None
         tls = port_tls(self._config, broker_security(self._access.security))
         pages = WorkerPages(self.workers, self._config.console_url, guarded=tls is not None)
-        server = StatusServer(self._config, pages.respond, tls)
+        server = StatusServer(self._config.http_host or self._config.host, self._config.http_port, pages.respond, tls)
         self.http_port = server.port
         return server
 

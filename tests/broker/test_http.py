@@ -35,7 +35,8 @@ class Told:
 
 
 def serving(told: Told) -> StatusServer:
-    return StatusServer(told.config, BrokerPages(cast(Broker, told)).respond)
+    config = told.config
+    return StatusServer(config.http_host or config.host, config.http_port, BrokerPages(cast(Broker, told)).respond)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from metamq.wire.xa import Xid
 from tests.cli.conftest import COMMAND, LIMIT_S, unset
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S
+from tests.test_docs import ROOT, SHELL
 
 PAGES = (
     "/", "/brokers", "/topics", "/topic?name=orders", "/messages?name=orders&from=-10", "/groups", "/group?name=etl",
@@ -356,6 +358,24 @@ def test_without_the_extra_the_next_step_is_printed(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "pip install 'metamq[console]'" in done.stderr
+
+
+@pytest.mark.parametrize(("block", "address"), [(0, "http://127.0.0.1:"), (1, "https://console.example.org:")])
+def test_the_commands_of_the_page_run(running: Running, tmp_path: Path, block: int, address: str) -> None:
+    """Without those for docker-compose.yml, which need an engine."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**unset(os.environ), "METAMQ_ZOOKEEPER": running.cluster.zookeeper, "PATH": path}
+    subprocess.run([*COMMAND, "security", "init"], cwd=tmp_path, env=environment, check=True, timeout=LIMIT_S)
+    command = SHELL.findall((ROOT / "docs" / "console.md").read_text())[block]
+    with subprocess.Popen(
+        ["bash", "-e", "-c", command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, start_new_session=True
+    ) as shell:
+        try:
+            assert shell.stderr is not None
+            assert any(f"The console is at {address}".encode() in line for line in shell.stderr)
+        finally:
+            os.killpg(shell.pid, signal.SIGTERM)
+            assert b"Traceback" not in shell.communicate(timeout=LIMIT_S)[1]
 
 
 def test_a_fault_of_a_page_is_a_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,19 +22,34 @@ import pytest
 from metamq.testing import Cluster, cluster
 from metamq.zk.server.ports import free_port
 from tests.parts import SLOW_S, read_to_end, wait_until
-from tests.test_docs import snippets
+from tests.test_docs import ROOT, SHELL, snippets
 
 pytestmark = pytest.mark.slow
 PYTEST = ["-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function"]
 
 
+def write_files(page: str, folder: Path) -> list[str]:
+    """Writes the files of the page; returns the arguments of its command `metamq worker`."""
+    for snippet in snippets(page):
+        name, _, code = snippet.partition("\n")
+        (folder / name.removeprefix("# ")).write_text(code)
+    (command,) = SHELL.findall((ROOT / page).read_text())
+    metamq, *arguments = shlex.split(command.replace("\\\n", ""))
+    assert metamq == "metamq"
+    return ["-m", "metamq.cli", *arguments]
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """A folder with the files of the page."""
-    for snippet in snippets("docs/fastapi.md"):
-        name, _, code = snippet.partition("\n")
-        (tmp_path / name.removeprefix("# ")).write_text(code)
+    write_files("docs/fastapi.md", tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def billing(tmp_path: Path) -> list[str]:
+    """The worker of the page."""
+    return write_files("docs/fastapi.md", tmp_path)
 
 
 @pytest.fixture
@@ -46,11 +62,13 @@ def running() -> Iterator[Cluster]:
 
 @contextmanager
 def process(files: Path, running: Cluster, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs Python in the folder of the page. At the end it stops by SIGTERM, if it still runs."""
+    """Runs Python in the folder of the page. At the end it stops by SIGTERM, unless the test has killed it."""
     environment = {**os.environ, "METAMQ_ZOOKEEPER": running.zookeeper}
     with subprocess.Popen([sys.executable, "-W", "error", *arguments], cwd=files, env=environment) as one:
         try:
             yield one
+            if one.poll() == -signal.SIGKILL:
+                return
             one.send_signal(signal.SIGTERM)
             assert one.wait(SLOW_S) in (0, -signal.SIGTERM)  # uvicorn ends its work, then itself by the signal
         finally:
@@ -58,8 +76,8 @@ def process(files: Path, running: Cluster, *arguments: str) -> Iterator[subproce
 
 
 @contextmanager
-def service(files: Path, running: Cluster, app: str = "orders:app") -> Iterator[httpx.Client]:
-    """The service, ready."""
+def served(files: Path, running: Cluster, app: str) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+    """A service, ready."""
     port = free_port()
     with (
         process(files, running, "-m", "uvicorn", app, "--port", str(port), "--log-level", "warning") as one,
@@ -72,6 +90,13 @@ def service(files: Path, running: Cluster, app: str = "orders:app") -> Iterator[
                 return probe.connect_ex(("127.0.0.1", port)) == 0 and client.get("/readyz").status_code == 200
 
         wait_until(is_ready, what="the service")
+        yield one, client
+
+
+@contextmanager
+def service(files: Path, running: Cluster, app: str = "orders:app") -> Iterator[httpx.Client]:
+    """A service of the page, ready."""
+    with served(files, running, app) as (_one, client):
         yield client
 
 
@@ -103,15 +128,20 @@ def ids(running: Cluster, topic: str) -> Counter[int]:
 
 
 def test_the_tests_of_the_page_pass(files: Path) -> None:
-    done = subprocess.run([sys.executable, *PYTEST, "."], cwd=files, capture_output=True, text=True, timeout=250)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [sys.executable, *PYTEST, "."], cwd=files, env=environment, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 3 passed" in done.stdout
 
 
-def test_sigterm_under_load_loses_no_order_and_bills_none_twice(files: Path, running: Cluster) -> None:
+def test_sigterm_under_load_loses_no_order_and_bills_none_twice(
+    files: Path, billing: list[str], running: Cluster
+) -> None:
     loads = []
     for first in (0, 1_000_000):  # each time, another process of each kind
-        with process(files, running, "billing.py"):
+        with process(files, running, *billing):
             with service(files, running) as client:
                 load = Load(client, first)
                 load.start()
@@ -126,7 +156,7 @@ def test_sigterm_under_load_loses_no_order_and_bills_none_twice(files: Path, run
     stored = ids(running, "orders")
     assert accepted <= stored.keys() <= sent
     assert set(stored.values()) == {1}
-    with process(files, running, "billing.py"):
+    with process(files, running, *billing):
         deadline = time.monotonic() + SLOW_S
         while (bills := ids(running, "bills")).keys() != stored.keys():
             assert time.monotonic() < deadline

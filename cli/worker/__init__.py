@@ -1,0 +1,1 @@
+"""`metamq worker`: runs a function of a user with each message."""

@@ -1,0 +1,145 @@
+"""The program of a worker: the functions and objects of the user, each at a path like `shop.billing:bill`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from metamq.client.schemas.topic import Topic
+from metamq.errors import ConfigError, MetamqError
+
+SEPARATOR = ":"
+DEBUG_HINT = "Mend the module, and start the worker again. With --debug it prints the stack trace."
+
+
+class Program(NamedTuple):
+    """The functions that a worker calls. With `is_async` they run in the loop of asyncio, otherwise in threads."""
+
+    handler: Callable[..., Any]
+    takes_consumer: bool
+    """True if the second argument of the handler is the consumer."""
+    lifespan: Callable[[], Any] | None
+    """Returns a context manager: it begins before the worker joins its group, and ends after the worker has left."""
+    is_async: bool
+
+
+def load_program(handler_path: str, lifespan_path: str | None) -> Program:
+    """Imports the functions. Raises ConfigError, and each MetamqError that an import raises."""
+    handler = load(handler_path)
+    if not callable(handler) or isinstance(handler, type):
+        raise ConfigError(f"{handler_path} is a {_kind(handler)}, not a function", hint=_handler_hint(handler_path))
+    lifespan = None if lifespan_path is None else load(lifespan_path)
+    if lifespan_path is not None and not _takes(lifespan, 0):
+        raise ConfigError(
+            f"{lifespan_path} is not a function without arguments",
+            hint="Write it with @contextmanager or @asynccontextmanager, and no argument.",
+        )
+    takes_consumer = not _takes(handler, 1)
+    if takes_consumer and not _takes(handler, 2):
+        raise ConfigError(f"{handler_path} does not take one message", hint=_handler_hint(handler_path))
+    is_async = any(map(inspect.iscoroutinefunction, (handler, type(handler).__call__)))
+    return Program(handler, takes_consumer, lifespan, is_async)
+
+
+def load(path: str) -> Any:
+    """Imports the object at "module:name". Raises ConfigError, and each MetamqError that the import raises."""
+    module_name, _, name = path.partition(SEPARATOR)
+    if not module_name or not name:
+        raise ConfigError(
+            f"{path!r} is not MODULE:NAME", hint="Write it like shop.billing:bill, for `bill` in shop/billing.py."
+        )
+    module = _imported(module_name, path)
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        near = difflib.get_close_matches(name, dir(module), 1)
+        found = f"Did you mean {module_name}:{near[0]}? " if near else ""
+        raise ConfigError(
+            f"the module {module_name} has no {name!r}", hint=f"{found}The module is {_file_of(module)}."
+        ) from None
+
+
+def load_exceptions(paths: Sequence[str]) -> tuple[type[Exception], ...]:
+    """Imports classes of exceptions; a name without a module is one of Python's own. Raises as load()."""
+    found = []
+    for path in paths:
+        one = load(path if SEPARATOR in path else f"builtins:{path}")
+        if not isinstance(one, type) or not issubclass(one, Exception):
+            raise ConfigError(
+                f"--retry-on {path} is no class of exceptions",
+                hint="Give the errors of an outage, as psycopg:OperationalError or ConnectionError.",
+            )
+        found.append(one)
+    return tuple(found)
+
+
+def load_topics(given: Sequence[str]) -> list[str] | Topic[Any]:
+    """Returns names as they are, or the Topic at a path. Raises as load()."""
+    paths = [one for one in given if SEPARATOR in one]
+    if not paths:
+        return list(given)
+    if len(given) > 1:
+        raise ConfigError(
+            f"{paths[0]} is a Topic, and there is another --topic",
+            hint="A worker reads one Topic, or several topics by their names.",
+        )
+    found = load(paths[0])
+    if not isinstance(found, Topic):
+        raise ConfigError(
+            f"--topic {paths[0]} is a {_kind(found)}, not a metamq.Topic",
+            hint="Give the name of a topic, or the path of a Topic.",
+        )
+    return found
+
+
+def _imported(name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except MetamqError:
+        raise
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if f"{name}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"there is no module {missing!r}, for {path}",
+                hint=f"The worker looks in its folder, {os.getcwd()}, and in PYTHONPATH. Start it beside {missing}.",
+            ) from None
+        raise ConfigError(
+            f"the module {name} imports {missing}, which is not there",
+            hint="Install the package that has it into the environment of metamq.",
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"the import of {name} failed: {type(error).__name__}: {error}", hint=DEBUG_HINT) from error
+
+
+def _takes(function: Any, count: int) -> bool:
+    """Returns True if the function can be called with so many arguments."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # a function in C may have no signature
+        return count < 2
+    return True
+
+
+def _handler_hint(path: str) -> str:
+    name = path.rpartition(SEPARATOR)[2]
+    name = name if name.isidentifier() else "handle"
+    return f"Write `def {name}(message)`, or `def {name}(message, consumer)`; each may begin with `async`."
+
+
+def _kind(value: object) -> str:
+    return "class" if isinstance(value, type) else f"value of type {type(value).__name__}"
+
+
+def _file_of(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or "a part of Python"

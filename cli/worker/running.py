@@ -1,0 +1,148 @@
+"""A worker at work: it calls the handler with each message until a signal comes.
+
+The first signal ends it after the messages in progress: they are committed, and the worker leaves its group. Before
+there is a consumer it ends at once. The second signal does not wait: the messages in progress are not done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from metamq.cli.processes import Stopped
+from metamq.errors import ClosedError, ConfigError
+
+if TYPE_CHECKING:
+    from metamq.cli.worker.pages import ProgramPages
+    from metamq.cli.worker.program import Program
+    from metamq.client.consumer.consumer_api import ConsumerApi
+
+_CONTEXT_HINT = "Write @contextmanager above it, or @asynccontextmanager for an `async` one, and one `yield` in it."
+
+
+def _stop_at_once() -> None:
+    raise Stopped
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class WorkerSignals:
+    """SIGTERM, SIGINT and SIGHUP: the first one calls `stop`, each further one raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.stop: Callable[[], object] = _stop_at_once
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
+                signal.signal(number, self._come)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Leaves the handlers: a signal must not end the process between here and its exit status."""
+
+    def _come(self, _number: int, _frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerRun:
+    """A program, with the arguments of its Consumer and those of `run()`."""
+
+    program: Program
+    consumer: dict[str, Any]
+    run: dict[str, Any]
+    signals: WorkerSignals
+    pages: ProgramPages
+    ready: Callable[[], None]
+
+    def work(self) -> None:
+        """Runs until a signal, the consumer's idle time-out, or an error. Raises Stopped after an early signal,
+        KeyboardInterrupt after the second one, and the errors of the program and of the consumer."""
+        if not self.program.is_async:
+            self._in_threads()
+            return
+        try:
+            asyncio.run(self._in_tasks())
+        except asyncio.CancelledError:
+            raise Stopped from None
+
+    def _in_threads(self) -> None:
+        from metamq import Consumer
+
+        with ExitStack() as stack:
+            entered = self._lifespan()
+            if entered is not None:
+                if not hasattr(entered, "__enter__"):
+                    hint = "Make both functions `async`, or neither."
+                    raise ConfigError("the lifespan is for asyncio, and the handler is a plain function", hint=hint)
+                stack.enter_context(entered)
+            consumer: Consumer[Any] = stack.enter_context(Consumer(**self.consumer))
+            self._opened(consumer, consumer.stop)
+            try:
+                consumer.run(self._listener(consumer), **self.run)
+            finally:
+                self._ended()
+
+    async def _in_tasks(self) -> None:
+        from metamq.client.consumer.aio_consumer import Consumer
+
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self.signals.stop = lambda: loop.call_soon_threadsafe(task.cancel)
+        async with AsyncExitStack() as stack:
+            entered = self._lifespan()
+            if hasattr(entered, "__aenter__"):
+                await stack.enter_async_context(entered)
+            elif entered is not None:
+                stack.enter_context(entered)
+            consumer: Consumer[Any] = await stack.enter_async_context(Consumer(**self.consumer))
+            self._opened(consumer, lambda: loop.call_soon_threadsafe(_stop_if_open, consumer))
+            try:
+                await consumer.run(self._listener(consumer), **self.run)
+            finally:
+                self._ended()
+
+    def _lifespan(self) -> Any:
+        """Returns the context manager of the program, or None. Raises ConfigError."""
+        if self.program.lifespan is None:
+            return None
+        entered = self.program.lifespan()
+        if not hasattr(entered, "__aenter__") and not hasattr(entered, "__enter__"):
+            if isinstance(entered, Coroutine):
+                entered.close()  # avoids a warning of Python in addition to the error
+            raise ConfigError("the lifespan returns no context manager", hint=_CONTEXT_HINT)
+        return entered
+
+    def _listener(self, consumer: ConsumerApi[Any]) -> Callable[[Any], Any]:
+        handler = self.program.handler
+        return (lambda message: handler(message, consumer)) if self.program.takes_consumer else handler
+
+    def _opened(self, consumer: ConsumerApi[Any], stop: Callable[[], object]) -> None:
+        def note_and_stop() -> None:
+            self.pages.ends()
+            stop()
+
+        self.signals.stop = note_and_stop
+        self.pages.reads(consumer)
+        self.ready()
+
+    def _ended(self) -> None:
+        self.signals.stop = _do_nothing
+        self.pages.ends()
+
+
+def _stop_if_open(consumer: Any) -> None:
+    with contextlib.suppress(ClosedError):  # run() has ended meanwhile
+        consumer.stop()

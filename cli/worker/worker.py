@@ -1,0 +1,194 @@
+"""`metamq worker`: the process around a handler of messages."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from metamq.cli.command import CliCommand
+from metamq.cli.context import current
+from metamq.cli.json_log import log_as_json
+from metamq.cli.processes import Stopped
+from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
+from metamq.cli.show.units import GROUP, Parsed, parse_ms
+from metamq.cli.worker.program import SEPARATOR, load, load_exceptions, load_program, load_topics
+from metamq.cli.worker.running import HandlerRun, WorkerSignals
+from metamq.client.settings import CONFIG_FILE_VARIABLE, ROOT_VARIABLE, ZOOKEEPER_VARIABLE
+from metamq.errors import MetamqError
+from metamq.zk.names import check_topic
+
+if TYPE_CHECKING:
+    from metamq.cli.worker.pages import ProgramPages
+
+log = logging.getLogger("metamq.cli")
+
+SECONDS = Parsed("time", lambda text: parse_ms(text) / 1000)
+TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else check_topic(text))
+
+
+@click.command(cls=CliCommand, quiet=logging.INFO)
+@click.argument("handler", metavar="MODULE:FUNCTION")
+@click.option("-g", "--group", type=GROUP, required=True, help="The group that the worker joins.")
+@click.option(
+    "-t",
+    "--topic",
+    "topics",
+    type=TOPIC_OR_PATH,
+    multiple=True,
+    required=True,
+    help="Topic to read; may be given several times. MODULE:NAME is a metamq.Topic, which decodes the values.",
+)
+@click.option(
+    "--lifespan",
+    metavar="MODULE:FUNCTION",
+    help="Context manager that opens what the handler needs, and closes it after the last message.",
+)
+@click.option("--concurrency", type=click.IntRange(1), default=4, show_default=True, help="Messages at a time.")
+@click.option(
+    "--order",
+    type=click.Choice(("partition", "key")),
+    default="partition",
+    show_default=True,
+    help="One message after the other in each partition, or only for each key.",
+)
+@click.option(
+    "--max-attempts",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="A message that fails so often goes to the dead letters of the group.",
+)
+@click.option(
+    "--retry-delay",
+    type=SECONDS,
+    default="100ms",
+    show_default=True,
+    help="Pause before the second attempt; it doubles with each further one, up to 30 s.",
+)
+@click.option(
+    "--retry-on",
+    metavar="MODULE:CLASS",
+    multiple=True,
+    help="Error of an outage, which is no attempt; may be given several times. Without a module it is one of Python's.",
+)
+@click.option("--no-dead-letter", is_flag=True, help="End with status 1 at a message that fails in each attempt.")
+@click.option(
+    "--start",
+    type=click.Choice(("earliest", "latest")),
+    default="earliest",
+    show_default=True,
+    help="The place to begin at in partitions for which the group has no offset.",
+)
+@click.option("--decode", metavar="MODULE:FUNCTION", help="Turns the bytes of a value into the value, as json:loads.")
+@click.option("--offsets", metavar="MODULE:NAME", help="A DatabaseOffsets or FileOffsets that keeps the offsets.")
+@click.option("--no-auto-commit", is_flag=True, help="The handler calls consumer.commit(); it has a second argument.")
+@click.option(
+    "--idle-timeout", type=SECONDS, help="End with status 0 when no message came for this time, and none is left."
+)
+@click.option(
+    "--http-port",
+    type=click.IntRange(-1, 65535),
+    default=-1,
+    show_default=True,
+    help="Port of /metrics, /healthz, /readyz; 0 takes a free port, -1 none.",
+)
+@click.option("--http-host", default="127.0.0.1", show_default=True, help="Address of that port.")
+@click.option(
+    "--log-format",
+    type=click.Choice(("text", "json")),
+    envvar="METAMQ_LOG_FORMAT",
+    default="text",
+    show_default=True,
+    help="Log lines as text, or each as a JSON object.",
+)
+@TEXT_OR_JSON
+def worker(handler: str, output: str, log_format: str, http_port: int, http_host: str, **options: Any) -> int:
+    """Call a function of yours with each message of topics, as a member of a group.
+
+    MODULE:FUNCTION is a function in a module of this folder or of PYTHONPATH. A plain function runs in threads, an
+    `async` one in tasks. SIGTERM or Ctrl-C stops the worker: it finishes the messages in progress, commits them, and
+    leaves the group. A second signal does not wait, and the status is 130.
+
+    \b
+    metamq worker billing:bill --group billing --topic orders
+    metamq worker shop.billing:bill -g billing -t orders --decode json:loads
+
+    \b
+    metamq worker billing:bill -g billing -t orders --retry-on OSError
+    metamq worker billing:bill -g billing -t orders --http-port 8000
+    """  # fmt: skip
+    logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # the lines of the user's own modules
+    if log_format == "json":
+        log_as_json(group=options["group"])
+    with WorkerSignals() as signals, contextlib.suppress(Stopped), _serving(http_host, http_port) as (pages, port):
+        work = _worker(handler, options, signals, pages, partial(_say_ready, output, handler, options, port))
+        try:
+            work()
+        except MetamqError:
+            raise
+        except Exception as error:
+            log.error("the worker ends: %s: %s", type(error).__name__, error, exc_info=error)
+            return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _serving(host: str, port: int) -> Iterator[tuple[ProgramPages, int]]:
+    """Yields the pages, and the port that serves them, -1 for none. Raises ConfigError if the port is taken."""
+    from metamq.broker.process.http import StatusServer
+    from metamq.cli.worker.pages import ProgramPages
+
+    pages = ProgramPages()
+    if port < 0:
+        yield pages, -1
+        return
+    with contextlib.closing(StatusServer(host, port, pages.respond)) as server:
+        yield pages, server.port
+
+
+def _worker(
+    handler: str,
+    options: dict[str, Any],
+    signals: WorkerSignals,
+    pages: ProgramPages,
+    ready: Callable[[], None],
+) -> Callable[[], None]:
+    """Imports what the options name, and returns the work. Raises ConfigError, ConnectError."""
+    settings = current()
+    access = settings.access()
+    # Clients that the user's modules open connect to the same cluster.
+    os.environ |= {ZOOKEEPER_VARIABLE: access.zookeeper, ROOT_VARIABLE: access.root}
+    if settings.config_file is not None:
+        os.environ[CONFIG_FILE_VARIABLE] = settings.config_file
+    sys.path.insert(0, os.getcwd())
+    program = load_program(handler, options["lifespan"])
+    run = {name: options[name] for name in ("order", "concurrency", "max_attempts")}
+    run |= {"retry_delay_s": options["retry_delay"], "retry_on": load_exceptions(options["retry_on"])}
+    consumer = {
+        "topics": load_topics(options["topics"]),
+        "group": options["group"],
+        "start": options["start"],
+        "auto_commit": not options["no_auto_commit"],
+        "idle_timeout_s": options["idle_timeout"],
+        **{name: load(options[name]) for name in ("decode", "offsets") if options[name] is not None},
+        **settings.client(),
+    }
+    return HandlerRun(
+        program, consumer, run | {"dead_letter": not options["no_dead_letter"]}, signals, pages, ready
+    ).work
+
+
+def _say_ready(output: str, handler: str, options: dict[str, Any], port: int) -> None:
+    group, topics = options["group"], list(options["topics"])
+    if output == "json":
+        print_json_line({"handler": handler, "group": group, "topics": topics, "http_port": port})
+        return
+    where = f" The status port is {port}." if port >= 0 else ""
+    say(f"{handler} works on {', '.join(topics)} in the group {group}.{where} Ctrl-C stops it.")
