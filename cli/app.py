@@ -38,6 +38,7 @@ COMMANDS = {
     "topic": ("metamq.cli.commands.topic", "Create, list, describe, alter, delete and follow topics."),
     "produce": ("metamq.cli.messages.produce", "Send lines of input, or arguments, to a topic."),
     "consume": ("metamq.cli.messages.consume", "Print the messages of topics."),
+    "delayed": ("metamq.cli.messages.delayed", "Show how many delayed messages wait, and until when."),
     "dlq": ("metamq.cli.messages.dlq", "Show, resend, export and purge the dead letters of groups."),
     "group": ("metamq.cli.commands.group", "Show consumer groups, set their offsets, evict members."),
     "ha": ("metamq.cli.commands.ha", "Show masters and slaves, and promote a slave."),

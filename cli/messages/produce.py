@@ -22,7 +22,7 @@ from metamq.cli.messages.json_records import parse_record
 from metamq.cli.show.message_format import unescaped
 from metamq.cli.show.output import count, output_option, print_json, say
 from metamq.cli.show.progress import progress_bar
-from metamq.cli.show.units import PARTITION, TOPIC, Parsed
+from metamq.cli.show.units import DURATION, PARTITION, TOPIC, Parsed
 from metamq.client.model import Receipt, ReceiptRange
 from metamq.client.settings import load
 from metamq.errors import MessageTooLarge, MetamqError, Timeout
@@ -130,6 +130,7 @@ def _check_options(
 @click.option(
     "-p", "--partition", type=PARTITION, metavar="PARTITION", help="Send all messages to this partition, such as 0-3."
 )
+@click.option("-d", "--delay", "delay_ms", type=DURATION, help="The messages become readable after this time: 30s, 2h.")
 @click.option("-z", "--compression", type=click.Choice(["lz4", "zstd"]), help="Compress batches.")
 @output_option(
     "text",
@@ -147,20 +148,23 @@ def produce(
     records: bool,
     headers: tuple[tuple[str, bytes], ...],
     partition: str | None,
+    delay_ms: int | None,
     compression: str | None,
     output: str,
 ) -> int:
     """Send each line of standard input to TOPIC, or each VALUE.
 
-    Lines may have any bytes. The newline is not part of the message; the last line needs none. With -K, a line without
-    the separator becomes a message without a key. With --json, a missing key is null, and key_base64 and value_base64
-    have bytes that are no text. --partition replaces the partitions of the records; topic and offset are ignored.
+    Lines may have any bytes. The newline is not part of the message; the last line needs none. With -K, a line
+    without the separator becomes a message without a key. With --json, a missing key is null, and key_base64 and
+    value_base64 have bytes that are no text. --partition replaces the partitions of the records; topic and offset
+    are ignored, and with --delay timestamp_us, too.
     Ctrl-C stores the messages that were read, and ends with status 130. A second Ctrl-C does not wait, and prints the
     number of messages that may not be stored.
 
     \b
     echo hello | metamq produce flights
     metamq produce flights --key UA --header source=test 'first' 'second'
+    metamq produce flights --delay 30s 'later'
     metamq produce flights --file flights.jsonl -z zstd
     tail -f access.log | metamq produce clicks
     printf 'UA:one\\nAA:two\\n' | metamq produce flights -K :
@@ -180,7 +184,7 @@ def produce(
     with producer, interrupt:
         sender = InputSender(
             producer, topic, _bytes(key), key_separator, dict(headers) or None, partition, delimiter, records,
-            notes_places=output == "json",
+            notes_places=output == "json", delay_s=None if delay_ms is None else delay_ms / 1000,
         )  # fmt: skip
         _send(sender, producer, values, file, interrupt)
     sender.report(output)
@@ -276,6 +280,8 @@ class InputSender:
     """True: a line is a JSON record."""
     notes_places: bool = False
     """True: the partitions and offsets of stored messages are kept for the report."""
+    delay_s: float | None = None
+    """Seconds after which the messages become readable."""
 
     def __post_init__(self) -> None:
         self._pending: deque[tuple[Delivery | ManyDelivery, int]] = deque()
@@ -310,7 +316,7 @@ class InputSender:
             keys, values = split_keys(lines, self.separator)
         elif self.key is not None:
             keys = [self.key for _ in lines]
-        if self.headers is None and self.partition is None:
+        if self.headers is None and self.partition is None and self.delay_s is None:
             try:
                 self._pending.append((self.producer.send_many(self.topic, values, keys), len(values)))
             except MessageTooLarge:
@@ -324,7 +330,9 @@ class InputSender:
         for number, value in enumerate(values):
             key = keys[number] if keys is not None else None
             try:
-                delivery = self.producer.send(self.topic, value, key, self.headers, partition=self.partition)
+                delivery = self.producer.send(
+                    self.topic, value, key, self.headers, partition=self.partition, delay_s=self.delay_s
+                )
             except MessageTooLarge as error:
                 raise MessageTooLarge(f"message {self._lines + number + 1:,}", error.size, error.limit) from None
             self._pending.append((delivery, 1))
@@ -336,8 +344,11 @@ class InputSender:
                 continue
             value, key, headers, partition, time = parse_record(self._lines, line)
             partition = self.partition or partition
+            time = None if self.delay_s else time
             try:
-                delivery = self.producer.send(self.topic, value, key, headers, partition=partition, timestamp=time)
+                delivery = self.producer.send(
+                    self.topic, value, key, headers, partition=partition, timestamp=time, delay_s=self.delay_s
+                )
             except MessageTooLarge as error:
                 raise MessageTooLarge(f"line {self._lines:,}", error.size, error.limit) from None
             self._offered += 1
