@@ -35,6 +35,10 @@ RIGHTS = {TOPIC: (READ, WRITE, CREATE, ALTER, DELETE), CLUSTER: (DESCRIBE, PROMO
 """The rights on each kind of resource."""
 _DOES = {ALLOW: "allows", DENY: "denies"}
 SUPERUSERS = (ADMIN, BROKERS)
+DELAYED_SUFFIX = ".delayed"
+"""The suffix of a topic's name in the name of the topic that takes its delayed messages."""
+LEVEL_PREFIX = "metamq.delays."
+"""The prefix of the topics in which a broker keeps delayed messages."""
 NAME_CHARS_MAX = 200
 """That of a topic's name: metamq.zk.names."""
 PRODUCER_RANDOM_BITS = 40
@@ -94,6 +98,14 @@ class _Names(NamedTuple):
         return next((f"{prefix}*" for prefix in found), None)
 
 
+def governing(right: str, resource: Resource) -> tuple[str, Resource]:
+    """Returns the right on a resource that decides: for the topic of delayed messages, a right on the topic that they
+    are for. A writer may make it."""
+    if not resource.name.endswith(DELAYED_SUFFIX):
+        return right, resource
+    return WRITE if right == CREATE else right, resource._replace(name=resource.name.removesuffix(DELAYED_SUFFIX))
+
+
 class RuleTable:
     """Rules, indexed for fast decisions: there may be many rules, and clients choose the names to look up."""
 
@@ -114,6 +126,9 @@ class RuleTable:
         """Decides if the principal has the right."""
         if principal in SUPERUSERS:
             return RightDecision(True, None, f"{principal} may do everything")
+        if resource.name.startswith(LEVEL_PREFIX):
+            return RightDecision(False, None, "it has the delayed messages of all topics")
+        right, resource = governing(right, resource)
         for effect in (DENY, ALLOW):
             for name in (principal, ANY_PRINCIPAL):
                 names = self._names.get((effect, name, right, resource.kind))
@@ -283,6 +298,8 @@ class Access:
         return self._only is not None
 
     def _may(self, right: str, resource: Resource) -> bool:
+        if not resource.name.startswith(LEVEL_PREFIX):
+            right, resource = governing(right, resource)
         if self._only is not None and (right, resource.name) not in self._only and (right, ANY_TOPIC) not in self._only:
             return False
         return self._table.decide(self.principal, right, resource).is_allowed

@@ -2,7 +2,7 @@
 
     /meta/cluster                                                              persistent.
     /meta/brokers/ids/<broker id>/master, slave<replica>                       ephemeral.
-    /meta/brokers/ids/<broker id>/state, failover, had-slaves                  persistent.
+    /meta/brokers/ids/<broker id>/state, failover, had-slaves, delays          persistent.
     /meta/brokers/topics-pub|topics-sub/<topic>/<broker id>-m|-s<replica>      ephemeral.
     /meta/config/topics/<topic>                                                persistent.
     /meta/config/topic-defaults                                                persistent.
@@ -56,6 +56,9 @@ class Paths:
 
     def broker_state(self, broker_id: int) -> str:
         return f"{self.broker(broker_id)}/state"
+
+    def delays(self, broker_id: int) -> str:
+        return f"{self.broker(broker_id)}/delays"
 
     def failover(self, broker_id: int) -> str:
         return f"{self.broker(broker_id)}/failover"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.data_folder import DataFolder
     from metamq.broker.data.partition import BatchIds, Partition
     from metamq.broker.data.topics import Topics
+    from metamq.broker.delays.forwarder import DelayFigures
     from metamq.broker.front_door.protocol import BrokerProtocol
     from metamq.broker.roles.role import ReplicaStatus
     from metamq.broker.transactions.term import Figures
@@ -101,7 +102,8 @@ class StatsProcessor:
     replication: Callable[[], dict[str, Any]]
     transactions: Callable[[], Figures]
     scrub: Callable[[], dict[str, Any]]
-    """`replication`, `transactions` and `scrub` return the figures of these parts."""
+    delayed: Callable[[], DelayFigures]
+    """`replication`, `transactions`, `scrub` and `delayed` return the figures of these parts."""
 
     def stats(self, request: Request, connection: BrokerProtocol) -> None:
         """Answers a STATS with one page of partitions. Raises ProtocolError."""
@@ -128,6 +130,7 @@ class StatsProcessor:
             "replication": self.replication(),
             "transactions": self.transactions()._asdict(),
             "scrub": self.scrub(),
+            "delayed": self.delayed()._asdict(),
             "unlisted": [str(error) for error in list(self.topics.unlisted.values())[:DAMAGED_MAX]],
             "damaged_count": len(damage),
             "damaged": [str(error) for error in list(damage.values())[:DAMAGED_MAX]],

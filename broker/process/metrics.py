@@ -80,6 +80,14 @@ _PER_GROUP = {
         "At the master: partitions whose lag is not known; no owner has published its progress, or it cannot be read",
     ),
 }
+_DELAYED = {
+    "waiting": ("metamq_delayed_waiting", "At the master: delayed messages that wait"),
+    "next_us": ("metamq_delayed_next_seconds", "At the master: time at which the next one is due; 0 when none waits"),
+}
+_DELAYED_TOTALS = {
+    "delivered": ("metamq_delayed_delivered", "Delayed messages that were delivered to their topics"),
+    "refused": ("metamq_delayed_refused", "Delayed messages that could not be delivered"),
+}
 _LEFT_OUT = "At the master: partitions of groups whose lag was not read yet"
 _LAG_AGE = "At the master: seconds since the lags of groups were read, or since it became the master"
 _LAG_INTERVAL = "At the master: the setting group_lag_s"
@@ -163,6 +171,7 @@ class BrokerCollector(Collector):
         yield from _replication(statistics["replication"])
         yield from _transactions(statistics["transactions"], statistics["time_ms"])
         yield from _scrub(statistics["scrub"])
+        yield from _delayed(statistics["delayed"])
         yield GaugeMetricFamily("metamq_log_damaged_partitions", _DAMAGED, value=statistics["damaged_count"])
         flushes = statistics["flushes"]
         yield CounterMetricFamily(
@@ -219,6 +228,14 @@ def _group_lags(lags: GroupLags | None) -> Iterator[Metric]:
         age.add_metric([], time.monotonic() - lags.read_at_s)
         interval.add_metric([], lags.interval_s)
     yield from (left_out, age, interval)
+
+
+def _delayed(figures: dict[str, int]) -> Iterator[Metric]:
+    for name, (metric, text) in _DELAYED.items():
+        value = figures[name] / 1e6 if name == "next_us" else figures[name]
+        yield GaugeMetricFamily(metric, text, value=value)
+    for name, (metric, text) in _DELAYED_TOTALS.items():
+        yield CounterMetricFamily(metric, text, value=figures[name])
 
 
 def _scrub(figures: dict[str, Any]) -> Iterator[Metric]:

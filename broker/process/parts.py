@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import metamq
 from metamq.broker.data.partition import BatchIds
 from metamq.broker.data.scrubber import Scrubber
+from metamq.broker.delays.forwarder import DelayForwarder
 from metamq.broker.front_door.administration import AdministrationProcessor
 from metamq.broker.front_door.appends import Appends, PutProcessor, TxProcessor
 from metamq.broker.front_door.door import FrontDoor, Processor, Timeouts
@@ -53,6 +54,7 @@ class BrokerParts:
     scrubber: Scrubber
     lags: GroupLagReader
     expiry: GroupExpiry
+    delays: DelayForwarder
     stats: StatsProcessor
     door: FrontDoor
 
@@ -112,9 +114,11 @@ def make_parts(
     housekeeping = Housekeeping(topics, folder, status, transactions, flusher, config, failed)
     read_role = ReplicaReadRole(status, topics, config.far_behind_bytes)
     scrubber = _scrubber(topics, config, read_role, housekeeping)
+    delays = DelayForwarder(config.id, session, topics, status)
     stats = StatsProcessor(
         status, folder, topics, ids, counters,
         replication=keeper.statistics, transactions=lambda: transactions.figures, scrub=scrubber.statistics,
+        delayed=lambda: delays.figures,
     )  # fmt: skip
     administration = AdministrationProcessor(status, keeper, store, session, users)
     table: dict[int, Processor] = {
@@ -138,7 +142,7 @@ def make_parts(
     _follow_rights(users, door)
     lags = GroupLagReader(session, topics, status, config)
     expiry = GroupExpiry(session, status, config)
-    return BrokerParts(status, transactions, keeper, housekeeping, scrubber, lags, expiry, stats, door)
+    return BrokerParts(status, transactions, keeper, housekeeping, scrubber, lags, expiry, delays, stats, door)
 
 
 def greeting(broker_id: int, epoch: int) -> HelloReply:

@@ -440,7 +440,7 @@ class Broker:
         config, parts = self.config, self._parts
         return (
             self._flusher.run, parts.housekeeping.watch_disk, parts.housekeeping.run, parts.scrubber.run,
-            parts.scrubber.run_reports, parts.lags.run, parts.expiry.run, self._topics.run_removals,
+            parts.scrubber.run_reports, parts.lags.run, parts.expiry.run, parts.delays.run, self._topics.run_removals,
             self._follow_topics, parts.keeper.run, parts.keeper.tick, parts.transactions.run,
             Followers(config.id, self._session, parts.transactions, config.branch_grace_ms / 1000).run,
             self._beats, self._sweeps, self._users.run,

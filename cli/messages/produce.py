@@ -23,7 +23,7 @@ from metamq.cli.messages.json_records import Record, parse_document, parse_recor
 from metamq.cli.show.message_format import unescaped
 from metamq.cli.show.output import count, output_option, print_json, say
 from metamq.cli.show.progress import progress_bar
-from metamq.cli.show.units import PARTITION, TOPIC, Parsed
+from metamq.cli.show.units import DURATION, PARTITION, TOPIC, Parsed
 from metamq.client.model import Receipt, ReceiptRange
 from metamq.client.settings import load
 from metamq.errors import MessageTooLarge, MetamqError, Timeout
@@ -137,6 +137,7 @@ def _check_options(
 @click.option(
     "-p", "--partition", type=PARTITION, metavar="PARTITION", help="Send all messages to this partition, such as 0-3."
 )
+@click.option("-d", "--delay", "delay_ms", type=DURATION, help="The messages become readable after this time: 30s, 2h.")
 @click.option("-z", "--compression", type=click.Choice(["lz4", "zstd"]), help="Compress batches.")
 @output_option(
     "text",
@@ -157,6 +158,7 @@ def produce(
     framing: Literal["confluent"] | None,
     headers: tuple[tuple[str, bytes], ...],
     partition: str | None,
+    delay_ms: int | None,
     compression: str | None,
     output: str,
 ) -> int:
@@ -165,13 +167,14 @@ def produce(
     Lines may have any bytes. The newline is not part of the message; the last line needs none. With -K, a line without
     the separator becomes a message without a key. With --json, a missing key is null, and key_base64 and value_base64
     have bytes that are no text. With --encode, each line is the JSON of a value; with --json, too, its field `decoded`
-    is. --partition replaces the partitions of the records; topic and offset are ignored. Ctrl-C stores the messages
-    that were read, and ends with status 130. A second Ctrl-C does not wait, and prints the number of messages that may
-    not be stored.
+    is. --partition replaces the partitions of the records; topic and offset are ignored, and with --delay
+    timestamp_us, too. Ctrl-C stores the messages that were read, and ends with status 130. A second Ctrl-C does not
+    wait, and prints the number of messages that may not be stored.
 
     \b
     echo hello | metamq produce flights
     metamq produce flights --key UA --header source=test 'first' 'second'
+    metamq produce flights --delay 30s 'later'
     metamq produce flights --file flights.jsonl -z zstd
     tail -f access.log | metamq produce clicks
     printf 'UA:one\\nAA:two\\n' | metamq produce flights -K :
@@ -194,7 +197,7 @@ def produce(
     with producer, interrupt:
         sender = InputSender(
             producer, topic, _bytes(key), key_separator, dict(headers) or None, partition, delimiter, records,
-            encoder, notes_places=output == "json",
+            encoder, notes_places=output == "json", delay_s=None if delay_ms is None else delay_ms / 1000,
         )  # fmt: skip
         _send(sender, producer, values, file, interrupt)
     sender.report(output)
@@ -292,6 +295,8 @@ class InputSender:
     """The encoder of a line that is a JSON document, or of the documents in records."""
     notes_places: bool = False
     """True: the partitions and offsets of stored messages are kept for the report."""
+    delay_s: float | None = None
+    """Seconds after which the messages become readable."""
 
     def __post_init__(self) -> None:
         self._pending: deque[tuple[Delivery | ManyDelivery, int]] = deque()
@@ -326,7 +331,7 @@ class InputSender:
             keys, values = split_keys(lines, self.separator)
         elif self.key is not None:
             keys = [self.key for _ in lines]
-        if self.headers is None and self.partition is None:
+        if self.headers is None and self.partition is None and self.delay_s is None:
             try:
                 self._pending.append((self.producer.send_many(self.topic, values, keys), len(values)))
             except MessageTooLarge:
@@ -340,7 +345,9 @@ class InputSender:
         for number, value in enumerate(values):
             key = keys[number] if keys is not None else None
             try:
-                delivery = self.producer.send(self.topic, value, key, self.headers, partition=self.partition)
+                delivery = self.producer.send(
+                    self.topic, value, key, self.headers, partition=self.partition, delay_s=self.delay_s
+                )
             except MessageTooLarge as error:
                 raise MessageTooLarge(f"message {self._lines + number + 1:,}", error.size, error.limit) from None
             self._pending.append((delivery, 1))
@@ -352,8 +359,11 @@ class InputSender:
                 continue
             value, key, headers, partition, time = self._record(line)
             partition = self.partition or partition
+            time = None if self.delay_s else time
             try:
-                delivery = self.producer.send(self.topic, value, key, headers, partition=partition, timestamp=time)
+                delivery = self.producer.send(
+                    self.topic, value, key, headers, partition=partition, timestamp=time, delay_s=self.delay_s
+                )
             except MessageTooLarge as error:
                 raise MessageTooLarge(f"line {self._lines:,}", error.size, error.limit) from None
             self._offered += 1

@@ -132,6 +132,7 @@ async def broker_statistics(cluster: ClusterClient, broker_id: int) -> BrokerSta
 def _statistics(address: str, header: Any) -> BrokerStatistics:
     try:
         counters = header["counters"]
+        delayed = header.get("delayed", {"waiting": 0, "next_us": 0})  # a former release has none
         partitions = [
             PartitionStatistics(
                 entry["topic"],
@@ -153,6 +154,8 @@ def _statistics(address: str, header: Any) -> BrokerStatistics:
             replica=header["replica"],
             incarnation=header["incarnation"],
             partitions=tuple(partitions),
+            delayed=delayed["waiting"],
+            next_delayed_us=delayed["next_us"],
             **{name: counters[name] for name in _COUNTERS},
         )
     except (KeyError, TypeError) as error:

@@ -446,6 +446,10 @@ class BrokerStatistics:
     incarnation: int
     """The number of the incarnation. It rises when the replica may lack messages that it acknowledged."""
     partitions: tuple[PartitionStatistics, ...]
+    delayed: int = 0
+    """Delayed messages that wait at this master."""
+    next_delayed_us: int = 0
+    """The time at which the next of them is due, in microseconds since 1970; 0 if it is not known."""
 
 
 class TokenDescription(NamedTuple):

@@ -13,17 +13,16 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from metamq.client import telemetry
 from metamq.client.checks import check_timeout
 from metamq.client.model import Receipt, ReceiptRange
 from metamq.errors import ConfigError, MetamqError, Timeout
+from metamq.security.rights import DELAYED_SUFFIX
 from metamq.wire import columns
+from metamq.wire.compression import Codec
 from metamq.zk.names import partition_name
-
-if TYPE_CHECKING:
-    from metamq.wire.compression import Codec
 
 R = TypeVar("R")
 Headers = Mapping[str, bytes]
@@ -55,6 +54,11 @@ class CheckedMessage(NamedTuple):
 
 AnyMessage = CheckedMessage | bytes
 """A message after its checks; bytes if it has nothing but a value."""
+
+
+def codec_of(topic: str, codec: Codec) -> Codec:
+    """Returns the codec for batches of a topic: none for delayed messages, which a broker reads."""
+    return Codec.NONE if topic.endswith(DELAYED_SUFFIX) else codec
 
 
 def size_of(value: bytes, key: bytes | None, headers: Headers | None) -> int:
@@ -150,7 +154,7 @@ class OutgoingBatch:
             keys=self.keys,
             timestamps_us=self.timestamps,
             headers=self.headers,
-            codec=codec,
+            codec=codec_of(self.topic, codec),
             producer_id=producer_id,
             sequence=sequence,
         )

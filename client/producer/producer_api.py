@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypedDict, T
 
 from metamq.client import telemetry
 from metamq.client.checks import not_picklable, wrong_type
+from metamq.client.delayed import delayed
 from metamq.client.model import timestamp_us
 from metamq.client.producer.outgoing import AnyMessage, CheckedMessage, Delivery, ManyDelivery
 from metamq.client.producer.partitioner import Partitioner
@@ -85,6 +86,8 @@ class ProducerApi(Generic[T]):
         *,
         partition: str | None = None,
         timestamp: datetime | int | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | None = None,
     ) -> Delivery: ...
 
     @overload
@@ -97,6 +100,8 @@ class ProducerApi(Generic[T]):
         *,
         partition: str | None = None,
         timestamp: datetime | int | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | None = None,
     ) -> Delivery: ...
 
     def send(
@@ -108,12 +113,15 @@ class ProducerApi(Generic[T]):
         *,
         partition: str | None = None,
         timestamp: datetime | int | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | None = None,
     ) -> Delivery:
         """Accepts a message and returns at once. The Delivery reports where the message is stored.
 
         `topic`: a name, or a Topic, which encodes the value and raises WrongType for a value of another type.
         `key`: messages of one key go to one partition, in order. `partition`: "0-3", overrides the key. `timestamp`: an
-        aware datetime or microseconds since 1970; the default is now. Thread-safe. A signal handler, a `__del__` or a
+        aware datetime or microseconds since 1970; the default is now. `delay_s`, or `deliver_at` (an aware datetime):
+        the message becomes readable then, or a moment later. Thread-safe. A signal handler, a `__del__` or a
         partitioner may also send while its thread is in `send`: such a message is accepted a moment later.
 
         Raises MessageTooLarge, ConfigError (a wrong name or type), BufferFull (see the class), ClosedError. If the
@@ -121,6 +129,9 @@ class ProducerApi(Generic[T]):
         """
         if type(topic) is not str and isinstance(topic, Topic):  # the first check takes a third of the second
             value, topic = self._untyped(topic).encode(value), topic.name
+        if delay_s or deliver_at is not None:
+            topic, headers = delayed(topic, headers, partition, timestamp, delay_s, deliver_at)
+            partition = None
         if self._diverts:
             headers = telemetry.traced(headers)
             if self._has_transactions:

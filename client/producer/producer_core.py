@@ -20,6 +20,7 @@ from metamq.client.forks import register_for_forks
 from metamq.client.net import paged_requests
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
+from metamq.client.net.inboxes import topic_or_inbox
 from metamq.client.producer.accumulator import Accumulator
 from metamq.client.producer.outgoing import OutgoingBatch, forget_locks
 from metamq.client.producer.partitioner import Partitioner, partitioner_named
@@ -216,7 +217,7 @@ class ProducerCore:
     async def open_topic(self, topic: str) -> TopicConfig:
         """Returns the configuration of a topic, after earlier messages for it have their partitions. Raises
         TopicNotFound, ConnectError."""
-        config = await self.cluster.topic(topic)
+        config = await topic_or_inbox(self.cluster, topic)
         self._failed(self.accumulator.open_topic(config))
         return config
 
@@ -225,7 +226,7 @@ class ProducerCore:
         try:
             while True:
                 try:
-                    self._failed(self.accumulator.resolved(await self.cluster.topic(topic)))
+                    self._failed(self.accumulator.resolved(await topic_or_inbox(self.cluster, topic)))
                     break
                 except ConnectError as error:
                     if self.loop.time() > deadline:

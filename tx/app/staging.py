@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.net.branches import Encoded
-from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, CheckedMessage, OutgoingBatch, size_of
+from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, CheckedMessage, OutgoingBatch, codec_of, size_of
 from metamq.client.producer.topic_buffer import TopicBuffer, add_message, too_large
 from metamq.errors import ConfigError
 from metamq.wire.columns import encode
@@ -208,7 +208,7 @@ class Staging:
         self._given[topic] = _added(self._given.get(topic), batch)
         encoded = encode(
             batch.values, base_timestamp_us=batch.timestamp_us, keys=batch.keys, timestamps_us=batch.timestamps,
-            headers=batch.headers, codec=self._routes.codec,
+            headers=batch.headers, codec=codec_of(topic, self._routes.codec),
         )  # fmt: skip
         return Encoded(PutEntry(topic, topic_id, index, len(encoded)), encoded, len(batch.values))
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from metamq.client.net.branches import Branch, Encoded, TxClient, new_session
+from metamq.client.net.inboxes import topic_or_inbox
 from metamq.errors import (
     BranchMisuse,
     BranchNotKnown,
@@ -47,12 +48,13 @@ class GlobalTransaction:
         answer_s: float,
         patience_s: float = 0.0,
         note_answer: Callable[[int, str], None] = lambda broker_id, problem: None,
+        principal: str = "",
     ) -> None:
         """`staging`: None if the caller makes the batches, for send_encoded(). `branch_timeout_s`: seconds
         until brokers roll back unprepared branches; 0: each broker's own limit, from its START on. `patience_s`:
         seconds to wait for a broker at which a branch begins, or that cannot continue a branch now. For a new branch
         the wait is at least `answer_s`. `note_answer` gets the id of each broker that was asked, and the reason that
-        it did not answer, or ""."""
+        it did not answer, or "". `principal`: in a broker, the principal for which it acts."""
         self.gtrid = gtrid
         self.branches: dict[int, Branch] = {}
         """Branches that were begun, by broker id."""
@@ -68,6 +70,7 @@ class GlobalTransaction:
         self._answer_s = answer_s
         self._patience_s = patience_s
         self._note_answer = note_answer
+        self._principal = principal
 
     def xid_at(self, broker_id: int) -> Xid:
         """Returns the id of the branch at a broker."""
@@ -92,7 +95,7 @@ class GlobalTransaction:
         if a broker has given up the branch."""
         staging = self._staging
         assert staging is not None
-        config = await self._cluster.topic(topic)
+        config = await topic_or_inbox(self._cluster, topic)
         taken = 0
         while taken < len(messages):
             taken = staging.add_many(config, messages, taken)
@@ -119,7 +122,8 @@ class GlobalTransaction:
         if branch is None:
             left_s = self._left_s(broker_id)
             timeout_s = max(timeout_s, self._patience_s)  # a new branch has nothing to lose by waiting
-            branch = self.branches[broker_id] = Branch(self.xid_at(broker_id), broker_id, self._session)
+            branch = Branch(self.xid_at(broker_id), broker_id, self._session, principal=self._principal)
+            self.branches[broker_id] = branch
             verbs = [Verb.START, *verbs]
         try:
             code = await self._client.ask(

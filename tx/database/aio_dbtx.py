@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from metamq.client.checks import wrong_type
+from metamq.client.delayed import delayed
 from metamq.client.offsets.connections import AnyConnection, database_of
 from metamq.client.producer.aio_producer import BaseProducer
 from metamq.errors import BranchMisuse
@@ -75,10 +76,15 @@ class dbtx(DatabaseBlock):
         headers: Mapping[str, bytes] | None = None,
         partition: str | None = None,
         timestamp: datetime | int | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | None = None,
     ) -> Coroutine[Any, Any, None]:
         """Sends a message with the transaction when it is awaited: bytes, or what a Topic encodes. Raises the errors of
         Producer.send, and that of a broker that refuses it."""
         topic, (value,) = encoded(topic, [value])
+        if delay_s or deliver_at is not None:
+            topic, headers = delayed(topic, headers, partition, timestamp, delay_s, deliver_at)
+            partition = None
         return self._sending(topic, [self._producer._message(value, key, headers, partition, timestamp)])
 
     def send_many(

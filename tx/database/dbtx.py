@@ -27,6 +27,7 @@ from weakref import WeakValueDictionary
 from metamq.client import telemetry
 from metamq.client.background import at_once
 from metamq.client.checks import wrong_type
+from metamq.client.delayed import delayed
 from metamq.client.net.branches import ANSWER_S
 from metamq.client.offsets.connections import BlockingConnection, blocking_database_of
 from metamq.client.producer.producer import BaseProducer
@@ -271,11 +272,16 @@ class dbtx(DatabaseBlock):
         headers: Mapping[str, bytes] | None = None,
         partition: str | None = None,
         timestamp: datetime | int | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | None = None,
     ) -> None:
         """Sends a message with the transaction: bytes, or what a Topic encodes. Raises the errors of Producer.send, and
         that of a broker that refuses it."""
         work = self._working()
         topic, (value,) = encoded(topic, [value])
+        if delay_s or deliver_at is not None:
+            topic, headers = delayed(topic, headers, partition, timestamp, delay_s, deliver_at)
+            partition = None
         message = self._producer._message(value, key, headers, partition, timestamp)
         self._background.run(work.send_many(topic, [message]))
 

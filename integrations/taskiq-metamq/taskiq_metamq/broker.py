@@ -28,7 +28,7 @@ log = logging.getLogger("taskiq_metamq")
 
 COMMIT_INTERVAL_S = 1.0
 DELAY = "delay"
-"""The label by which other brokers of taskiq delay a task. metamq has no delayed messages."""
+"""The label that delays a task, in seconds."""
 
 
 class Unfinished:
@@ -104,13 +104,13 @@ class MetamqBroker(AsyncBroker):
         await self._producer.close()
 
     async def kick(self, message: BrokerMessage) -> None:
-        """Sends a task, and waits until it is stored. Raises ConfigError for a task with a delay."""
-        if DELAY in message.labels:
-            raise ConfigError(
-                f"the task {message.task_name} has the label {DELAY!r}, but metamq has no delayed messages",
-                hint="Schedule it with TaskiqScheduler, for example by `schedule_by_time`.",
-            )
-        await self._producer.send(self._topic, message.message)
+        """Sends a task, and waits until it is stored. Raises ConfigError for a wrong delay."""
+        delay = message.labels.get(DELAY)
+        try:
+            delay_s = None if delay is None else float(delay)
+        except (TypeError, ValueError):
+            raise ConfigError(f"the task {message.task_name} has the label {DELAY!r} with {delay!r}") from None
+        await self._producer.send(self._topic, message.message, delay_s=delay_s)
 
     async def listen(self) -> AsyncGenerator[AckableMessage, None]:
         """Yields tasks. An acknowledged task is committed as soon as those before it are acknowledged, too."""

@@ -135,16 +135,23 @@ async def test_acknowledgements_commit_up_to_the_oldest_unfinished_task(metamq_c
 
 
 @pytest.mark.asyncio
-async def test_a_delay_is_refused(metamq_cluster: Cluster, metamq_topic: str) -> None:
+async def test_a_delay(metamq_cluster: Cluster, metamq_topic: str) -> None:
     async with client(metamq_cluster, metamq_topic) as broker:
 
-        @broker.task(task_name="later", delay=5)
+        @broker.task(task_name="later", delay=0.2)
         def later() -> None: ...
 
+        @broker.task(task_name="wrong", delay="soon")
+        def wrong() -> None: ...
+
+        await later.kiq()
         with pytest.raises(SendTaskError) as caught:
-            await later.kiq()
+            await wrong.kiq()
         assert isinstance(caught.value.__cause__, ConfigError)
-        assert "metamq has no delayed messages" in str(caught.value.__cause__)
+    sent_us = time.time_ns() // 1000
+    async with metamq_cluster.aio_consumer(topics=metamq_topic, start="earliest") as consumer:
+        message = await anext(aiter(consumer))
+    assert message.timestamp >= sent_us - 200_000
 
 
 def test_the_offset_to_commit_is_that_of_the_oldest_unfinished_task() -> None:

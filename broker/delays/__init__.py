@@ -1,0 +1,1 @@
+"""Delayed messages: they wait in logs of their broker, which moves them to their topics when they are due."""

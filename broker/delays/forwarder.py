@@ -1,0 +1,330 @@
+"""Moves delayed messages when they are due: to their topics, or to the next level (metamq.broker.delays.levels).
+
+The master of a broker id moves the messages that wait in its own logs. One transaction moves messages of all its logs:
+
+    prepare   the messages are at their brokers, and no reader sees them
+    decide    a compare-and-set of the node of this broker id: the offsets rise, and the node names the transaction
+    commit    readers see the messages
+
+INVARIANT: a message is behind its log's offset in the node exactly if a transaction that moves it is decided. A decided
+transaction is named in the node until each broker has committed it. One that is not decided never will be once another
+change of the node has succeeded; only then it may be rolled back. So each message is moved once, whatever crashes, and
+if two replicas take themselves for the master, one loses the compare-and-set.
+
+A master begins with a change of the node. After any error it begins again: it does not know what was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from metamq.broker.delays.holds import Holds
+from metamq.broker.delays.levels import LEVELS, level_of, retention_ms
+from metamq.broker.delays.waiting import TOPIC, WaitingLog, WaitingMessage
+from metamq.broker.log_once import LogOnce
+from metamq.broker.roles.role import MasterRole
+from metamq.client.admin.admin_model import TopicSettings
+from metamq.client.admin.admin_topics import create_topic
+from metamq.client.delayed import DUE, PARTITION
+from metamq.client.net.branches import Branch, TxClient, new_session
+from metamq.client.net.cluster import ClusterClient
+from metamq.client.producer.outgoing import CheckedMessage, size_of
+from metamq.client.producer.partitioner import by_key_hash
+from metamq.errors import BranchNotKnown, MetamqError, TopicNotFound
+from metamq.security.config import BROKERS
+from metamq.security.rights import DELAYED_SUFFIX, LEVEL_PREFIX
+from metamq.tx.app.staging import Routes, Staging
+from metamq.tx.app.work import GlobalTransaction
+from metamq.wire.compression import Codec
+from metamq.wire.limits import BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
+from metamq.wire.xa import FORMAT_ID, Verb, Xid
+from metamq.zk.cluster.delays import MovedDelays, read_moved, write_moved
+
+if TYPE_CHECKING:
+    from metamq.broker.data.partition import Partition
+    from metamq.broker.data.topics import Topics
+    from metamq.broker.roles.role import ReplicaStatus
+    from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.broker")
+
+EVERY_S = 0.05
+"""Seconds between two transactions: so one moves what has become due meanwhile."""
+RETRY_S = 0.5
+LOOK_S = 0.2
+"""Seconds between two looks for new logs."""
+ANSWER_S = 5.0
+TOPIC_WAIT_S = 10.0
+CHUNK_MESSAGES = 1000
+CHUNK_BYTES = 4 * 1024 * 1024
+
+
+def now_us() -> int:
+    """Returns the time by this machine's clock, in microseconds since 1970."""
+    return time.time_ns() // 1000
+
+
+class DelayFigures(NamedTuple):
+    """The figures for metrics and for STATS."""
+
+    waiting: int = 0
+    """Messages that wait at this master."""
+    next_us: int = 0
+    """The time at which the next one that was read is due, in microseconds since 1970; 0: none is known."""
+    delivered: int = 0
+    """Messages that were delivered to their topics since the start."""
+    refused: int = 0
+    """Messages that could not be delivered since the start."""
+
+
+@dataclass(eq=False)
+class _Term:
+    """The work of one master."""
+
+    role: MasterRole
+    moved: MovedDelays
+    logs: dict[str, WaitingLog] = field(default_factory=dict)
+    looked_s: float = 0.0
+    finished_s: float = 0.0
+    """The time of the last try to commit decided transactions."""
+
+
+class DelayForwarder:
+    """Moves the delayed messages of one broker id. Only the broker's loop uses it; any thread may get `figures`."""
+
+    def __init__(self, broker_id: int, session: Session, topics: Topics, status: ReplicaStatus) -> None:
+        self.figures = DelayFigures()
+        self._broker_id = broker_id
+        self._session = session
+        self._topics = topics
+        self._status = status
+        self._levels = f"{LEVEL_PREFIX}{broker_id}."
+        self._prefix = b"delay-" + hashlib.sha256(b"%d" % broker_id).digest()[:8]
+        self._routes = Routes(BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX, by_key_hash, Codec.NONE, None)
+        self._holds = Holds()
+        self._log_once = LogOnce()
+        self._refusals = LogOnce()
+        self._term: _Term | None = None
+
+    async def run(self) -> None:
+        """Moves messages until cancelled."""
+        self._cluster = ClusterClient(self._session)
+        try:
+            while True:
+                pause_s = EVERY_S
+                try:
+                    if await self._round():
+                        pause_s = 0.0
+                    self._log_once.worked("delayed messages are moved again")
+                except (MetamqError, OSError) as error:
+                    known = error if isinstance(error, MetamqError) else MetamqError(str(error))
+                    self._log_once.failed("delayed messages are not moved now", known)
+                    self._term, pause_s = None, RETRY_S
+                except Exception:  # they must not end a broker
+                    log.exception("delayed messages cannot be moved")
+                    self._term, pause_s = None, RETRY_S
+                await asyncio.sleep(pause_s)
+        finally:
+            await self._cluster.close()
+
+    async def _round(self) -> bool:
+        """Moves some messages. Returns True if more may be ready."""
+        role = self._status.role
+        if not isinstance(role, MasterRole) or self._status.writes_refused is not None:
+            self._term = None
+            self.figures = self.figures._replace(waiting=0, next_us=0)
+            return False
+        if self._term is not None and self._term.role is not role:
+            self._term = None
+        if self._term is None:
+            if next(self._own_logs(), None) is None:
+                await asyncio.sleep(LOOK_S)
+                return False
+            self._term = _Term(role, await self._begin())
+        term = self._term
+        self._look(term)
+        chunk = await self._ready(term)
+        if chunk:
+            await self._move(term, chunk)
+        if term.moved.committing and time.monotonic() - term.finished_s > RETRY_S:
+            await self._finish(term)
+        return len(chunk) >= CHUNK_MESSAGES
+
+    # -- the logs -----------------------------------------------------------------------------------------------------
+
+    def _own_logs(self) -> Iterator[tuple[Partition, int | None]]:
+        """Yields each log of delayed messages with its level; None for a topic that takes them."""
+        for topic, partitions in list(self._topics.open.items()):
+            if topic.endswith(DELAYED_SUFFIX):
+                yield from ((partition, None) for partition in partitions.values())
+            elif topic.startswith(self._levels) and topic.removeprefix(self._levels).isdecimal():
+                level = int(topic.removeprefix(self._levels))
+                yield from ((partition, level) for partition in partitions.values() if level < LEVELS)
+
+    def _look(self, term: _Term) -> None:
+        """Finds new logs, and leaves out those of deleted topics."""
+        now_s = time.monotonic()
+        if now_s - term.looked_s < LOOK_S:
+            return
+        term.looked_s = now_s
+        found = dict[str, WaitingLog]()
+        for partition, level in self._own_logs():
+            offset = term.moved.offsets.get(f"{partition.topic_id}/{partition.index}", 0)
+            # Above the end after a promotion that accepted a loss: later messages get these offsets again.
+            offset = max(min(offset, partition.log.end_offset), partition.log.start_offset)
+            made = WaitingLog(partition, self._broker_id, level, offset, self._refuse)
+            known = term.logs.get(made.name)
+            found[made.name] = known if known is not None and known.partition is partition else made
+        # What may be due comes first: a topic that takes many messages does not hold it up.
+        term.logs = dict(sorted(found.items(), key=lambda one: LEVELS if one[1].level is None else one[1].level))
+
+    def _refuse(self, reason: str) -> None:
+        self.figures = self.figures._replace(refused=self.figures.refused + 1)
+        self._refusals.failed("a delayed message is not delivered", MetamqError(reason))
+
+    async def _ready(self, term: _Term) -> list[WaitingMessage]:
+        """Returns the messages that leave their logs now."""
+        chunk, size, heads = list[WaitingMessage](), 0, list[int]()
+        for one in term.logs.values():
+            if await one.head() is not None:
+                taken = one.take(now_us(), CHUNK_MESSAGES - len(chunk), CHUNK_BYTES - size)
+                size += sum(len(message.value) for message in taken)
+                chunk += taken
+            if (head := await one.head()) is not None:
+                heads.append(head.due_us)
+        waiting = sum(one.waiting for one in term.logs.values())
+        self.figures = self.figures._replace(waiting=waiting, next_us=min(heads, default=0))
+        return chunk
+
+    # -- a transaction ------------------------------------------------------------------------------------------------
+
+    async def _move(self, term: _Term, chunk: list[WaitingMessage]) -> None:
+        """Moves messages in a transaction. After an error the outcome is in the node."""
+        self._holds.try_next(time.monotonic())
+        sends = defaultdict[str, list[CheckedMessage]](list)
+        finals = set[str]()
+        for message in sorted(chunk, key=lambda one: one.due_us):
+            topic, sent = await self._route(message)
+            if topic:
+                sends[topic].append(sent)
+                finals |= {topic} if topic == message.topic else set()
+        work = GlobalTransaction(
+            self._cluster, Staging(self._routes), Xid.random(self._prefix).gtrid,
+            branch_timeout_s=0, answer_s=ANSWER_S, principal=BROKERS,
+        )  # fmt: skip
+        try:
+            for topic, messages in sends.items():
+                await work.send_many(topic, messages)
+            await work.prepare()
+        except MetamqError:
+            self._holds.failed(finals, time.monotonic())
+            await work.rollback()  # of what is reached: the rest is rolled back when this begins again
+            raise
+        await self._decide(term, work)
+        self._holds.worked(finals)
+        delivered = sum(len(messages) for topic, messages in sends.items() if topic in finals)
+        self.figures = self.figures._replace(delivered=self.figures.delivered + delivered)
+        await self._finish(term, work)
+
+    async def _decide(self, term: _Term, work: GlobalTransaction) -> None:
+        ends = {name: one.end for name, one in term.logs.items()}
+        committing = dict(term.moved.committing)
+        if work.prepared:
+            committing[work.gtrid.hex()] = tuple(work.prepared)
+        offsets = {**term.moved.offsets, **ends}  # also those of logs that are not open at present
+        term.moved = await self._change(replace(term.moved, offsets=offsets, committing=committing))
+        for name, one in term.logs.items():
+            one.offset = ends[name]
+
+    async def _change(self, moved: MovedDelays) -> MovedDelays:
+        changed = await write_moved(self._session, self._broker_id, moved)
+        if changed is None:
+            raise MetamqError(f"another replica of broker {self._broker_id} moves its delayed messages")
+        return changed
+
+    async def _route(self, message: WaitingMessage) -> tuple[str, CheckedMessage]:
+        """Returns the topic for a message, and the message as it is sent there; no topic if it cannot be delivered."""
+        at_us, due_us = now_us(), message.due_us
+        if due_us <= at_us:
+            held_s = self._holds.pause_s(message.topic, time.monotonic())
+            if not held_s:
+                return await self._final(message)
+            due_us = at_us + int(held_s * 1e6)
+        topic = await self._level(level_of(due_us - at_us))
+        headers = {**message.headers, DUE: b"%d" % due_us, TOPIC: message.topic.encode()}
+        if message.partition is not None:
+            headers[PARTITION] = message.partition.encode()
+        return topic, CheckedMessage(message.value, message.key, headers)
+
+    async def _final(self, message: WaitingMessage) -> tuple[str, CheckedMessage]:
+        sent = CheckedMessage(message.value, message.key, message.headers or None, message.partition)
+        try:
+            config = await self._cluster.topic(message.topic)
+        except TopicNotFound as error:
+            self._refuse(str(error))
+            return "", sent
+        if sent.partition is not None and sent.partition not in config.partition_names:
+            sent = sent._replace(partition=None)
+        if (size := size_of(*sent[:3])) > config.max_message_bytes:
+            self._refuse(f"it has {size:,} bytes, and topic {message.topic!r} takes {config.max_message_bytes:,}")
+            return "", sent
+        return message.topic, sent
+
+    async def _level(self, level: int) -> str:
+        """Returns the topic of a level, which is made when it is used first."""
+        topic = f"{self._levels}{level}"
+        if topic not in self._topics.open:
+            settings = TopicSettings(retention_ms=retention_ms(level), max_message_bytes=MESSAGE_BYTES_MAX)
+            await create_topic(self._cluster, topic, 1, [self._broker_id], True, TOPIC_WAIT_S, settings)
+        return topic
+
+    # -- decided transactions, and those that a crash has left --------------------------------------------------------
+
+    async def _begin(self) -> MovedDelays:
+        """Changes the node, and returns it. Rolls back what is not decided: it never will be after that."""
+        changed = await self._change(await read_moved(self._session, self._broker_id))
+        client = TxClient(self._cluster)
+        for broker_id in await self._cluster.refresh_brokers():
+            try:
+                for one in await client.branches(broker_id):
+                    if one.xid.gtrid.startswith(self._prefix) and one.xid.gtrid.hex() not in changed.committing:
+                        await self._end(client, one.xid.gtrid, broker_id, Verb.ROLLBACK)
+            except MetamqError as error:  # what stays prepared there is never committed
+                log.info("delayed messages: broker %d is not asked for transactions now: %s", broker_id, error)
+        return changed
+
+    async def _finish(self, term: _Term, work: GlobalTransaction | None = None) -> None:
+        """Commits the decided transactions. The next change of the node leaves out those that are committed."""
+        client = TxClient(self._cluster)
+        left = dict[str, tuple[int, ...]]()
+        for gtrid, brokers in term.moved.committing.items():
+            if work is not None and gtrid == work.gtrid.hex() and not await work.commit():
+                continue
+            open_at = [one for one in brokers if not await self._is_committed(client, gtrid, one)]
+            if open_at:
+                left[gtrid] = tuple(open_at)
+        term.moved = replace(term.moved, committing=left)
+        term.finished_s = time.monotonic()
+
+    async def _is_committed(self, client: TxClient, gtrid: str, broker_id: int) -> bool:
+        try:
+            await self._end(client, bytes.fromhex(gtrid), broker_id, Verb.COMMIT)
+        except MetamqError as error:
+            self._log_once.failed(f"delayed messages are not readable at broker {broker_id} yet", error)
+            return False
+        return True
+
+    async def _end(self, client: TxClient, gtrid: bytes, broker_id: int, verb: Verb) -> None:
+        """Ends a branch. Raises MetamqError if its broker does not answer soon."""
+        branch = Branch(Xid(FORMAT_ID, gtrid, str(broker_id).encode()), broker_id, new_session(), principal=BROKERS)
+        try:
+            await client.ask(branch, [verb], timeout_s=RETRY_S)
+        except BranchNotKnown:
+            return  # it is ended already

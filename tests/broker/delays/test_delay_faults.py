@@ -1,0 +1,179 @@
+"""Delayed messages arrive once and not early, whatever is killed, lost, frozen or wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.broker.delays import forwarder
+from metamq.client.net.branches import TxClient
+from metamq.errors import ConnectError, MetamqError
+from metamq.testing import Cluster
+from metamq.zk.errors import ConnectionLost
+from tests.broker.delays.delayed_history import Sent, Wrong, check, read_all, send_delayed
+from tests.broker.ha.test_replication import replica_group
+from tests.one_zookeeper import cluster
+from tests.parts import LocalBroker, read_to_end, wait_until
+
+_ids = itertools.count(1)
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    with cluster(brokers=1) as found:
+        yield found
+
+
+@pytest.fixture
+def local(running: Cluster, tmp_path: Path) -> Iterator[LocalBroker]:
+    """A second broker, in this process, in which calls can fail."""
+    with LocalBroker(running.zookeeper, tmp_path / "local", id=next(_ids)) as broker:
+        yield broker
+
+
+class FailingCalls:
+    """Makes some of the forwarder's requests fail: before they are done, or after, so that the answer is lost."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, seed: int) -> None:
+        self.failed = 0
+        self.is_over = False
+        self._chance = random.Random(seed)
+        self._wrap(patch, forwarder, "write_moved", ConnectionLost("the node", "cut"))
+        self._wrap(patch, forwarder, "read_moved", ConnectionLost("the node", "cut"))
+        self._wrap(patch, TxClient, "ask", ConnectError("a broker", "cut"))
+
+    def _wrap(self, patch: pytest.MonkeyPatch, where: Any, name: str, error: MetamqError) -> None:
+        real = getattr(where, name)
+
+        async def call(*arguments: Any, **named: Any) -> Any:
+            outcome = "done" if self.is_over else self._chance.choice(["done", "done", "done", "not", "lost"])
+            if outcome == "not":
+                self.failed += 1
+                raise error
+            result = await real(*arguments, **named)
+            if outcome == "lost":
+                self.failed += 1
+                raise error
+            return result
+
+        patch.setattr(where, name, call)
+
+
+def on_local(running: Cluster, local: LocalBroker, seed: int, count: int = 300) -> tuple[str, list[Sent]]:
+    """Delays messages for a topic of both brokers, at the local one; returns the topic."""
+    topic = f"t-{seed}-{time.monotonic_ns()}"
+    with running.admin() as admin:
+        admin.create_topic(f"{topic}.delayed", partitions=1, brokers=[local.broker_id])
+        admin.create_topic(topic, partitions=4)
+    return topic, send_delayed(running, topic, count, 1.5, seed)
+
+
+def waiting(local: LocalBroker) -> int:
+    return local.broker._parts.delays.figures.waiting
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_fail_and_answers_are_lost(
+    running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(forwarder, "RETRY_S", 0.02)
+    topic, sent = on_local(running, local, seed)
+    calls = FailingCalls(monkeypatch, seed)
+    wait_until(lambda: calls.failed > 15)
+    calls.is_over = True
+    check(sent, read_all(running, topic, len(sent), lambda: waiting(local)))
+
+
+@pytest.mark.parametrize("fault", ["offsets", "early", "undecided"])
+def test_the_check_finds_a_seeded_fault(
+    running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(forwarder, "RETRY_S", 0.02)
+    monkeypatch.setattr(forwarder, "CHUNK_MESSAGES", 50)
+    if fault == "early":
+        real = forwarder.now_us
+        monkeypatch.setattr(forwarder, "now_us", lambda: real() + 300_000)
+    topic, sent = on_local(running, local, 7)
+    calls = FailingCalls(monkeypatch, 7) if fault != "early" else None
+    if fault == "offsets":  # a lost compare-and-set counts as done
+        write = forwarder.write_moved
+
+        async def forgets(session: Any, broker_id: int, moved: Any) -> Any:
+            with contextlib.suppress(ConnectionLost):
+                return await write(session, broker_id, moved)
+            return moved
+
+        monkeypatch.setattr(forwarder, "write_moved", forgets)
+    if fault == "undecided":  # after a lost answer it goes on where it was, without asking the node
+
+        async def skips(_session: Any, _broker_id: int, moved: Any) -> Any:
+            return moved
+
+        monkeypatch.setattr(forwarder, "write_moved", skips)
+    if calls is not None:
+        wait_until(lambda: calls.failed > 15)
+        calls.is_over = True
+    wait_until(lambda: not waiting(local))
+    with running.consumer(topics=topic, start="earliest", idle_timeout_s=0.5) as consumer:
+        found = read_to_end(consumer)
+    with pytest.raises(Wrong):
+        check(sent, found)
+
+
+@pytest.mark.parametrize("step_s", [-5.0, 5.0])
+def test_the_clock_steps(running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    """None is lost or there twice. A clock that goes back delays them; one that goes ahead does the reverse."""
+    real, step_us = forwarder.now_us, [0]
+    monkeypatch.setattr(forwarder, "now_us", lambda: real() + step_us[0])
+    topic, sent = on_local(running, local, 5)
+    step_us[0] = int(step_s * 1e6)
+    found = read_all(running, topic, len(sent), lambda: waiting(local))
+    check([one._replace(earliest_us=one.earliest_us - max(step_us[0], 0)) for one in sent], found)
+
+
+def test_brokers_are_killed_in_turn() -> None:
+    chance = random.Random(11)
+    with cluster(brokers=2) as running:
+        running.create_topic("orders", partitions=4)
+        sent = send_delayed(running, "orders", 2000, 6.0)
+        ends_s = time.monotonic() + 6.0
+        while time.monotonic() < ends_s:
+            victim = chance.choice(running.processes)
+            victim.kill()
+            victim.start()
+        check(sent, read_all(running, "orders", len(sent)))
+
+
+def test_a_promotion_from_a_dead_and_from_a_living_master() -> None:
+    with replica_group() as group:
+        group.add_slave()
+        group.wait_insync(0, 1)
+        running = group.cluster
+        running.create_topic("orders", partitions=2, replication="sync")
+        sent = send_delayed(running, "orders", 1000, 5.0)
+        group.promote(1)  # from a living master
+        group.wait_insync(0, 1, master=1)
+        group.replicas[1].kill()
+        group.promote(0)
+        check(sent, read_all(running, "orders", len(sent), lambda: 0))
+
+
+def test_zookeeper_is_frozen_and_killed() -> None:
+    from metamq.testing import cluster as own_zookeeper
+
+    with own_zookeeper(brokers=2) as running:
+        running.create_topic("orders", partitions=4)
+        sent = send_delayed(running, "orders", 500, 2.0)
+        with running.freeze("zookeeper"):
+            wait_until(lambda: time.time() * 1e6 > max(one.earliest_us for one in sent[:100]))
+        with running.stop_zookeeper():
+            wait_until(lambda: time.time() * 1e6 > max(one.earliest_us for one in sent))
+        check(sent, read_all(running, "orders", len(sent)))

@@ -1,0 +1,66 @@
+"""The rule of the levels: none is early, none is held up for long, and moves are few."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metamq.broker.delays.holds import FIRST_S, LONGEST_S, Holds
+from metamq.broker.delays.levels import LEVELS, UNIT_US, level_of, ready_us, wait_us
+
+LEFT_US = st.integers(0, 400 * 86_400 * 1_000_000)
+
+
+def test_levels() -> None:
+    seconds = [0, 0.19, 0.2, 0.39, 0.4, 30, 3600, 86_400, 30 * 86_400, 366 * 86_400]
+    assert [level_of(int(left * 1e6)) for left in seconds] == [0, 0, 1, 1, 2, 8, 15, 19, LEVELS - 1, LEVELS - 1]
+    assert wait_us(LEVELS - 1) / 86_400e6 > 19
+
+
+@given(LEFT_US, LEFT_US)
+def test_a_message_leaves_no_later_than_it_is_due_and_a_level_leaves_in_order(left_us: int, put_us: int) -> None:
+    level = level_of(left_us)
+    leaves_us = ready_us(level, put_us, put_us + left_us)
+    assert put_us <= leaves_us <= put_us + left_us
+    assert leaves_us == put_us + (wait_us(level) if level else left_us)
+
+
+@given(LEFT_US)
+def test_the_way_through_the_levels(left_us: int) -> None:
+    """Moved on time it is due at the end of its way, after at most one move per level, plus those at the last."""
+    moves, now_us = 0, 0
+    while now_us < left_us:
+        now_us = ready_us(level_of(left_us - now_us), now_us, left_us)
+        moves += 1
+    assert now_us == left_us
+    assert moves <= LEVELS + left_us // wait_us(LEVELS - 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5 * UNIT_US), LEFT_US, st.integers(0, LEVELS - 1)), min_size=1))
+def test_a_level_holds_up_what_is_behind_for_its_own_time_at_most(puts: list[tuple[int, int, int]]) -> None:
+    """Whatever a client or a clock put there: the next one leaves within W after it was put, or when it is due."""
+    level, put_us, left_us = puts[0][2], 0, 0
+    leaves_us = 0
+    for pause_us, due_in_us, _level in puts:
+        put_us += pause_us
+        leaves_us = max(leaves_us, ready_us(level, put_us, put_us + due_in_us))
+        left_us = max(left_us, put_us + wait_us(max(level, 1)))
+        assert leaves_us <= left_us
+
+
+def test_one_held_topic_is_tried_at_a_time_and_the_pause_grows() -> None:
+    holds = Holds()
+    assert holds.pause_s("a", 0) == 0
+    holds.failed({"a", "b"}, 0)
+    assert (holds.pause_s("a", 0), holds.pause_s("b", 0)) == (FIRST_S, FIRST_S)
+    holds.try_next(0.5)
+    assert holds.pause_s("a", 0.5) == holds.pause_s("b", 0.5) == FIRST_S
+    now_s = FIRST_S
+    holds.try_next(now_s)
+    (tried,) = [topic for topic in "ab" if not holds.pause_s(topic, now_s)]
+    holds.worked({tried})
+    (held,) = {"a", "b"} - {tried}
+    assert (holds.pause_s(tried, now_s), holds.pause_s(held, now_s)) == (0, FIRST_S)
+    for _ in range(10):
+        holds.failed({held}, now_s)
+    assert holds.pause_s(held, now_s) == LONGEST_S
