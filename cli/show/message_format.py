@@ -26,7 +26,8 @@ class DecodedMessage(Message[bytes]):
     @classmethod
     def of(cls, message: Message[bytes], document: Any, problem: str = "") -> DecodedMessage:
         """Returns a message with its document, or with the problem."""
-        found = cls(*(message if problem else message._replace(value=json_text(document).encode())))
+        value = message.value if problem else json_text(document).encode()
+        found = cls(*message[:4], value, *message[5:])
         found.raw, found.document, found.problem = message.value, document, problem
         return found
 

@@ -155,10 +155,9 @@ def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, ou
     state = RecoveryState()
     server = None
     if port is not None:
-        from metamq.broker.config import BrokerConfig
         from metamq.broker.process.http import StatusServer
 
-        server = StatusServer(BrokerConfig(http_host=host, http_port=port), state.respond)
+        server = StatusServer(host, port, state.respond)
     try:
         if output == "json":
             print_json_line({"http_port": server.port if server is not None else -1})

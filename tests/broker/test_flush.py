@@ -15,7 +15,7 @@ from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.partition import Appended, BatchIds, Partition
 from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.disk.files import FileCache
-from metamq.broker.log.partition_log import PartitionLog
+from metamq.broker.log.trim import TrimmedLog
 from metamq.errors import MetamqError, StorageError
 from metamq.testing import Cluster
 from metamq.wire.batch import read_header
@@ -49,7 +49,7 @@ class Bench:
     def __init__(self, folder: Path, policy: FlushPolicy) -> None:
         self.disk = Disk()
         self.failures: list[MetamqError] = []
-        log = PartitionLog.open(folder / "0", "t/0", LogConfig(flush=policy), FileCache(sync=self.disk.sync), now_us=0)
+        log = TrimmedLog.open(folder / "0", "t/0", LogConfig(flush=policy), FileCache(sync=self.disk.sync), now_us=0)
         log.clear_bound()
         self.disk.begun = 0
         self.partition = Partition("t", "1" * 16, 0, log)
@@ -155,7 +155,7 @@ def test_the_next_fsync_begins_before_those_that_waited_for_the_last_are_answere
 def test_a_flush_that_cannot_begin_ends_the_broker(bench: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(on: Bench) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(PartitionLog, "start_flush", lambda self: (_ for _ in ()).throw(StorageError("t/0: opening")))
+            patch.setattr(TrimmedLog, "start_flush", lambda self: (_ for _ in ()).throw(StorageError("t/0: opening")))
             on.put(b"first")
             await until(lambda: on.failures)
         assert on.acknowledged == []
@@ -358,7 +358,7 @@ def test_what_was_acknowledged_was_flushed_and_what_is_read_too(tmp_path: Path) 
         parts.broker.kill()
         config = LogConfig(flush=ACK)
         folder = tmp_path / "broker-0" / "topics" / f"t@{topic.id}" / "0"
-        log = PartitionLog.open(folder, "t/0", config, FileCache(), now_us=0)
+        log = TrimmedLog.open(folder, "t/0", config, FileCache(), now_us=0)
         log.clear_bound()
         assert log.flushed_offset >= len(receipts)
         log.close(clean=False)

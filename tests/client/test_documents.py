@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from google.protobuf import struct_pb2, wrappers_pb2
-from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet, MessageOptions
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
@@ -119,7 +119,7 @@ def made_class() -> Any:
     """A class as protoc makes it, with maps, lists, and types that Protobuf brings."""
     file = FileDescriptorProto(name="shop.proto", package="shop", syntax="proto3")
     file.dependency.extend(["google/protobuf/struct.proto", "google/protobuf/wrappers.proto"])
-    entry = DescriptorProto(name="CountsEntry", options={"map_entry": True})
+    entry = DescriptorProto(name="CountsEntry", options=MessageOptions(map_entry=True))
     entry.field.add(name="key", number=1, type="TYPE_STRING", label="LABEL_OPTIONAL")
     entry.field.add(name="value", number=2, type="TYPE_INT64", label="LABEL_OPTIONAL")
     order = DescriptorProto(name="Order", nested_type=[entry])

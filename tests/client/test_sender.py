@@ -19,7 +19,7 @@ import pytest
 from metamq.broker.data.partition import BatchIds, Partition
 from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.disk.files import FileCache
-from metamq.broker.log.partition_log import PartitionLog
+from metamq.broker.log.trim import TrimmedLog
 from metamq.client.net.cluster import ClusterClient, Source
 from metamq.client.net.delays import Delays
 from metamq.client.producer import partition_queue, sender
@@ -388,7 +388,7 @@ class World:
         """The broker starts, after a crash or for the first time."""
         self.starts += 1
         config = LogConfig(segment_bytes=4000, flush=FlushPolicy(every_ms=None))
-        log = PartitionLog.open(self.folder / "0", "t/0", config, self.files, now_us=time.time_ns() // 1000)
+        log = TrimmedLog.open(self.folder / "0", "t/0", config, self.files, now_us=time.time_ns() // 1000)
         log.clear_bound()
         self.partition = Partition("t", TOPIC.id, 0, log)
         self.ids = BatchIds(self.starts)

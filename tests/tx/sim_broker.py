@@ -13,8 +13,8 @@ from typing import Any
 from metamq.broker.data.partition import BatchIds, Done, Partition
 from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.disk.files import FileCache
-from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.log.steps import FLUSH, Steps
+from metamq.broker.log.trim import TrimmedLog
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import TOPIC_ID as JOURNAL_ID
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
@@ -77,7 +77,7 @@ class Logs:
         for (topic, topic_id, index), config in places:
             folder = f"/{machine}/{topic.strip('~')}{index}"
             try:
-                log = PartitionLog.open(
+                log = TrimmedLog.open(
                     folder, f"{topic}/{index}", config, self.files, now_us=0, on_loss=self.losses.append
                 )
             except CorruptData as error:
@@ -318,7 +318,7 @@ def carry_out(partition: Partition, steps: Steps[Any]) -> Any:
             error = raised
 
 
-def _with_ends(log: PartitionLog) -> Iterator[tuple[bytes, int]]:
+def _with_ends(log: TrimmedLog) -> Iterator[tuple[bytes, int]]:
     position = log.start_position
     while position < log.end_position:
         run = log.read_position(position, 1 << 20)
@@ -328,7 +328,7 @@ def _with_ends(log: PartitionLog) -> Iterator[tuple[bytes, int]]:
         position = run.end_position
 
 
-def stored(log: PartitionLog) -> list[tuple[bytes, int]]:
+def stored(log: TrimmedLog) -> list[tuple[bytes, int]]:
     """Each value of a log, and its batch's id."""
     found = []
     position = log.start_position

@@ -10,7 +10,7 @@ import pytest
 from metamq.broker.data.partition import Partition
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.disk.files import FileCache
-from metamq.broker.log.partition_log import PartitionLog
+from metamq.broker.log.trim import TrimmedLog
 from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, read_journal
 from metamq.tx.store.fold import JournalState
 from metamq.tx.store.records import (
@@ -88,7 +88,7 @@ def test_a_mark_that_leaves_something_out_is_none_to_who_does_not_know_that() ->
 
 
 def test_the_examples_make_a_journal(tmp_path: Path) -> None:
-    log = PartitionLog.open(tmp_path / "0", TOPIC, LogConfig(), FileCache(3), now_us=0)
+    log = TrimmedLog.open(tmp_path / "0", TOPIC, LogConfig(), FileCache(3), now_us=0)
     log.append_replicated(memoryview(example("add")), 0)
     for name in RECORDS:
         log.append_replicated(memoryview(entry_of([example(name)], log.end_offset)), log.end_position)
