@@ -65,6 +65,6 @@ def test_a_writer_may_delay_and_no_more(secure: Cluster, authority: Authority, n
         assert sorted(next(iter(consumer)).value for _ in range(2)) == [b"by hand", b"later"]
     with (
         pytest.raises(NotAuthorized),
-        Consumer(secure.zookeeper, topics=level, start="earliest", security=security) as consumer,
+        Consumer(secure.zookeeper, topics=level, start="earliest", idle_timeout_s=1, security=security) as consumer,
     ):
         next(iter(consumer))
