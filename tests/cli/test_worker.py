@@ -153,7 +153,7 @@ def described(metamq: Metamq, group: str) -> dict[str, Any]:
 
 
 def ended(one: subprocess.Popen[bytes]) -> tuple[int, str]:
-    _out, err = one.communicate(timeout=60)
+    _out, err = one.communicate(timeout=250)
     return one.returncode, err.decode()
 
 
@@ -271,8 +271,10 @@ def test_options_reach_run_and_the_consumer(
     (folder / "up").touch()
     assert ended(one)[0] == 0
 
+
+def test_decode_turns_bytes_into_values(running: Cluster, topic: str, folder: Path, worker: Work) -> None:
     fill(running, topic, 8)
-    status, talk = ended(worker("plus_one", "--decode", "builtins:int", *idle))
+    status, talk = ended(worker("plus_one", "--decode", "builtins:int", "--idle-timeout", "200ms"))
     assert (status, noted(folder)[-1]) == (0, "8"), talk
 
 
