@@ -151,7 +151,7 @@ class DelayForwarder:
         term = self._term
         self._look(term)
         chunk = await self._ready(term)
-        if chunk:
+        if any(one.end > one.offset for one in term.logs.values()):  # some may be passed over only
             await self._move(term, chunk)
         if term.moved.committing and time.monotonic() - term.finished_s > RETRY_S:
             await self._finish(term)

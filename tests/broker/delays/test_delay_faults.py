@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import time
@@ -102,14 +101,17 @@ def test_the_check_finds_a_seeded_fault(
         real = forwarder.now_us
         monkeypatch.setattr(forwarder, "now_us", lambda: real() + 300_000)
     topic, sent = on_local(running, local, 7)
-    calls = FailingCalls(monkeypatch, 7) if fault != "early" else None
-    if fault == "offsets":  # a lost compare-and-set counts as done
-        write = forwarder.write_moved
+    calls = FailingCalls(monkeypatch, 7) if fault == "undecided" else None
+    if fault == "offsets":  # a decision that ZooKeeper does not get counts as made, and the next change fails
+        write, forgotten = forwarder.write_moved, list[str]()
 
         async def forgets(session: Any, broker_id: int, moved: Any) -> Any:
-            with contextlib.suppress(ConnectionLost):
-                return await write(session, broker_id, moved)
-            return moved
+            if len(forgotten) < 2 and moved.committing:
+                forgotten.append("a decision")
+                if len(forgotten) == 2:
+                    raise ConnectionLost(session.servers, "a seeded fault")
+                return moved
+            return await write(session, broker_id, moved)
 
         monkeypatch.setattr(forwarder, "write_moved", forgets)
     if fault == "undecided":  # after a lost answer it goes on where it was, without asking the node
