@@ -196,6 +196,7 @@ class DelayForwarder:
             if await one.head() is not None:
                 taken = one.take(now_us(), CHUNK_MESSAGES - len(chunk), CHUNK_BYTES - size)
                 size += sum(len(message.value) for message in taken)
+                heads += [message.due_us for message in taken]
                 chunk += taken
             if (head := await one.head()) is not None:
                 heads.append(head.due_us)

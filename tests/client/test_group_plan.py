@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +98,10 @@ class CountsMembers:
     async def get_or_none(self, path: str, watch: Callable[[], None] | None = None) -> Any:
         self.count += "/ids/" in path
         return await self._session.get_or_none(path, watch=watch)
+
+    async def nodes(self, paths: Sequence[str]) -> Any:
+        self.count += sum("/ids/" in path for path in paths)
+        return await self._session.nodes(paths)
 
 
 def test_a_change_costs_as_many_reads_as_there_are_members(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from metamq.client.group import holdings
 from metamq.client.offsets.offsets import CommitRequest, CommittedOffset
 from metamq.errors import ConfigError, OwnershipLost, TopicNotFound
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
@@ -355,7 +356,7 @@ def test_more_members_than_partitions(servers: str, caplog: pytest.LogCaptureFix
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("place", ["the plan", "the owner nodes", "the offsets"])
+@pytest.mark.parametrize("place", ["the plan", "the claims", "the offsets"])
 def test_a_rebalance_that_fails_is_tried_again_for_as_long_as_it_takes(
     servers: str, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -382,7 +383,7 @@ def test_a_rebalance_that_fails_is_tried_again_for_as_long_as_it_takes(
             listener = two.listener
             owner, name = {
                 "the plan": (listener._group_plan, "agree"),
-                "the owner nodes": (ownership, "read_offset"),
+                "the claims": (holdings, "claim_all"),
                 "the offsets": (listener._holdings._storage, "claimed"),
             }[place]
             failing(owner, name)

@@ -61,11 +61,12 @@ SAMPLES: list[MetamqError] = [
 ]
 
 NOT_ENCODED = [
+    errors.HandlerTimeout("orders", "0-1", 7, 2.5),
     errors.UndecodableBatch("flights", "0-0", 5, 9, "its columns end too early"),
     errors.SchemaIncompatible("flights", 1, "day", "string", "integer", "why", "backward", "next"),
     errors.DecodeError("flights", "0-0", 5, b"key", b"value", ValueError("no JSON")),
 ]
-"""Errors that a consumer finds by itself, in what it has received."""
+"""Errors of a consumer: in what it has received, and in its handlers."""
 
 NOT_ON_THE_WIRE = {
     errors.ConnectError,
