@@ -26,7 +26,7 @@ from metamq.cli.show.output import (
 from metamq.cli.show.units import EXISTING_GROUP, PLACE, TOPIC, Parsed, show_age
 from metamq.cli.upkeep.database import HELP, parse_database
 from metamq.cli.upkeep.group_offsets import copy_offsets, delete_offsets
-from metamq.errors import ConfigError, ConnectError
+from metamq.errors import ConfigError, ConnectError, NotAuthorized
 from metamq.security.rights import ANY_PRINCIPAL
 from metamq.zk.names import check_consumer, parse_partition
 from metamq.zk.partitions import TopicPartition
@@ -281,9 +281,11 @@ def _storage(connect: Any, table: str) -> DatabaseOffsets:
 
 
 def _before_the_end(found: TopicDescription, place: int) -> dict[TopicPartition, int]:
-    """Returns the offset of the last -`place` messages of each partition. Raises ConnectError."""
+    """Returns the offset of the last -`place` messages of each partition. Raises ConnectError, NotAuthorized."""
     offsets = {}
     for part in found.partitions:
+        if isinstance(part.error, NotAuthorized):
+            raise part.error
         if part.stable_offset is None or part.start_offset is None:
             raise _unknown_end(found.topic, part.partition, part.problem)
         offsets[TopicPartition(found.topic, part.partition)] = max(part.stable_offset + place, part.start_offset)

@@ -28,15 +28,17 @@ pytestmark = pytest.mark.slow
 PYTEST = ["-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function"]
 
 
-def write_files(page: str, folder: Path) -> list[str]:
-    """Writes the files of the page; returns the arguments of its command `metamq worker`."""
+def write_files(page: str, folder: Path) -> list[list[str]]:
+    """Writes the files of the page; returns the arguments of each of its commands."""
     for snippet in snippets(page):
         name, _, code = snippet.partition("\n")
         (folder / name.removeprefix("# ")).write_text(code)
-    (command,) = SHELL.findall((ROOT / page).read_text())
-    metamq, *arguments = shlex.split(command.replace("\\\n", ""))
-    assert metamq == "metamq"
-    return ["-m", "metamq.cli", *arguments]
+    commands = []
+    for command in SHELL.findall((ROOT / page).read_text()):
+        metamq, *arguments = shlex.split(command.replace("\\\n", ""))
+        assert metamq == "metamq"
+        commands.append(["-m", "metamq.cli", *arguments])
+    return commands
 
 
 @pytest.fixture
@@ -49,7 +51,8 @@ def files(tmp_path: Path) -> Path:
 @pytest.fixture
 def billing(tmp_path: Path) -> list[str]:
     """The worker of the page."""
-    return write_files("docs/fastapi.md", tmp_path)
+    (worker,) = write_files("docs/fastapi.md", tmp_path)
+    return worker
 
 
 @pytest.fixture

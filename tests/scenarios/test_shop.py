@@ -41,13 +41,18 @@ def running() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def worker(tmp_path: Path, database: Postgres, running: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The arguments of the worker; its files, the tables and the topic are there."""
+def commands(tmp_path: Path, database: Postgres, running: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The arguments of the recovery, and of the worker. Their files, the tables and the topic are there."""
     arguments = write_files("docs/shop.md", tmp_path)
     monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
     for _ in range(2):  # it may be repeated
         subprocess.run([sys.executable, "-W", "error", "shop.py"], cwd=tmp_path, check=True, timeout=250)
     return arguments
+
+
+@pytest.fixture
+def worker(commands: list[list[str]]) -> list[str]:
+    return commands[1]
 
 
 def on_port(worker: list[str], port: int) -> list[str]:
@@ -78,10 +83,11 @@ def rows(database: Postgres, query: str) -> list[int]:
 
 
 def test_kills_lose_no_order_and_ship_none_twice(
-    worker: list[str], database: Postgres, running: Cluster, tmp_path: Path
+    commands: list[list[str]], database: Postgres, running: Cluster, tmp_path: Path
 ) -> None:
     accepted: list[int] = []
-    with process(tmp_path, running, "recover.py"):
+    recovery, worker = commands
+    with process(tmp_path, running, *recovery):
         for _ in range(3):
             with (
                 process(tmp_path, running, *on_port(worker, free_port())) as shipping,
