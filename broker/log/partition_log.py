@@ -421,9 +421,9 @@ class PartitionLog(DurableLog):
         """Removes or archives segments that are older or more than the topic keeps; returns these segments.
 
         Never removes a segment that ends above the stable mark or above the byte `keep_from`. The active segment is
-        removed only if it is too old, and is sealed first. If a segment cannot be archived, it and the younger ones
-        stay. With `drop_before`, removes every segment below that offset instead, except for the active one, without an
-        archive. Also forgets expired idempotent producers. Raises StorageError, CorruptData, ClosedError.
+        removed only if it is too old, and is sealed first. If one cannot be archived, it and the younger ones stay.
+        With `drop_before`, removes all segments below that offset instead, without an archive, but not the active one.
+        Also forgets expired idempotent producers. Raises StorageError, CorruptData, ClosedError.
         """
         self._check_writable()
         self._expire_producers(now_us)
@@ -433,11 +433,10 @@ class PartitionLog(DurableLog):
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
         going = [segment for segment in going if segment.end_position <= kept]
-        archives = drop_before is None and self._config.cleanup == "archive"
-        if going and archives and self._config.archive_dir is not None:
+        archive = self._config.archive_dir if drop_before is None and self._config.cleanup == "archive" else None
+        if going and archive is not None:
             paths = [segment.path for segment in going]
-            archived = yield partial(retention.archive_all, self._files, self.name, paths, self._config.archive_dir)
-            going = going[:archived]
+            going = going[: (yield partial(retention.archive_all, self._files, self.name, paths, archive))]
         if not going:
             return []
         yield from self.checkpoint()

@@ -68,7 +68,7 @@ def _scrubber(topics: Topics, config: BrokerConfig, read_role: ReplicaReadRole, 
         raise
 
 
-def _follow_rights(users: KnownUsers, door: FrontDoor) -> None:
+def follow_rights(users: KnownUsers, door: FrontDoor) -> None:
     """Tells the connections that rights or tokens have changed."""
 
     async def rights_changed() -> None:
@@ -116,9 +116,8 @@ def make_parts(
     scrubber = _scrubber(topics, config, read_role, housekeeping)
     delays = DelayForwarder(config.id, session, topics, status)
     stats = StatsProcessor(
-        status, folder, topics, ids, counters,
-        replication=keeper.statistics, transactions=lambda: transactions.figures, scrub=scrubber.statistics,
-        delayed=lambda: delays.figures,
+        status, folder, topics, ids, counters, replication=keeper.statistics, delayed=lambda: delays.figures,
+        transactions=lambda: transactions.figures, scrub=scrubber.statistics,
     )  # fmt: skip
     administration = AdministrationProcessor(status, keeper, store, session, users)
     table: dict[int, Processor] = {
@@ -139,10 +138,8 @@ def make_parts(
         RequestMemory(config.request_memory_bytes), AnswerMemory(config.answer_memory_bytes),
         Timeouts(config.unread_timeout_s, config.idle_timeout_s), lambda: greeting(config.id, ids.epoch), users,
     )  # fmt: skip
-    _follow_rights(users, door)
-    lags = GroupLagReader(session, topics, status, config)
-    expiry = GroupExpiry(session, status, config)
-    return BrokerParts(status, transactions, keeper, housekeeping, scrubber, lags, expiry, delays, stats, door)
+    of_groups = GroupLagReader(session, topics, status, config), GroupExpiry(session, status, config)
+    return BrokerParts(status, transactions, keeper, housekeeping, scrubber, *of_groups, delays, stats, door)
 
 
 def greeting(broker_id: int, epoch: int) -> HelloReply:

@@ -45,7 +45,7 @@ from metamq.broker.process.http import StatusServer
 from metamq.broker.process.listener import bind
 from metamq.broker.process.metrics import Histogram, SyncTimes
 from metamq.broker.process.pages import BrokerPages, guard_of
-from metamq.broker.process.parts import make_parts
+from metamq.broker.process.parts import follow_rights, make_parts
 from metamq.broker.process.topic_reader import TopicReader
 from metamq.broker.process.users import KnownUsers
 from metamq.broker.roles.decide_role import RoleKind
@@ -192,6 +192,7 @@ class Broker:
             check=self._check_zookeeper,
             failed=self.fail,
         )
+        follow_rights(self._users, parts.door)
         self._memory, self._answers, self._connections = parts.door.requests, parts.door.answers, parts.door.connections
         self._acceptor = Acceptor(self._listener, lambda: BrokerProtocol(parts.door, self.loop), self._security)
 

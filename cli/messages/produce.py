@@ -176,7 +176,6 @@ def produce(
     metamq produce flights --key UA --header source=test 'first' 'second'
     metamq produce flights --delay 30s 'later'
     metamq produce flights --file flights.jsonl -z zstd
-    tail -f access.log | metamq produce clicks
     printf 'UA:one\\nAA:two\\n' | metamq produce flights -K :
     echo '{"number": 1, "place": "Oslo"}' | metamq produce trips --encode schema
     find . -print0 | metamq produce files -D '\\0'

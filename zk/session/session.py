@@ -9,17 +9,15 @@ There are three states, as the loop sees them:
 
     CONNECTED   the session is alive and the server answers
     SUSPENDED   the connection broke; only the next answer of a server shows if the session is alive or over
-    LOST        a server said that the session is over; its ephemeral nodes are gone. A new one follows automatically:
-                CONNECTED with another `session_id` and a `generation` one higher
+    LOST        the session is over, and its ephemeral nodes are gone. A new one follows, one `generation` higher
 
 A request belongs to the session in which its method was called. It is refused at once, with ConnectionLost and the
 outcome "not_done", unless the connection of that session is up. A request that is lost with its connection has the
 outcome "unknown": the server may still carry it out, but it is never sent again.
 
 Time. A request without an answer after two thirds of the negotiated time-out fails with ConnectionLost, and the
-connection is cut. So a server that answers nothing (SIGSTOP, a cut cable) delays no caller for long, and the next
-server is tried while the session can still be saved. Beyond a hundred requests in flight, others wait for their turn.
-They wait as long as answers come, and are refused when the connection is cut.
+connection is cut. So a server that answers nothing (SIGSTOP, a cut cable) delays no caller for long, and the next one
+is tried while the session can still be saved. Beyond a hundred requests in flight, others wait while answers come.
 
 Watches. A watch is called once: when its node changes, or when the connection is lost, since the watches of a lost
 connection are not kept. The callback must read again, after `connected()`.
