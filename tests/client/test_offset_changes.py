@@ -107,7 +107,7 @@ def test_offsets_are_copied_to_a_new_group_from_one_that_runs(shop: Shop, topic:
     other, target = shop.topic(brokers=[0]), f"{group}-2"
     shop.numbers(other, 3)
     read(shop, other, group, 1)
-    with shop.consumer(topic, group) as consumer:
+    with shop.consumer(topic, group, auto_commit=False) as consumer:
         next(iter(consumer))
         consumer.commit({TopicPartition(topic, "0-0"): 1})
         dry = shop.admin.copy_offsets(group, target, dry_run=True)
