@@ -128,8 +128,9 @@ class RuleTable:
             return RightDecision(True, None, f"{principal} may do everything")
         if resource.name.startswith(LEVEL_PREFIX):
             return RightDecision(False, None, "it has the delayed messages of all topics")
-        right, resource = governing(right, resource)
-        for effect in (DENY, ALLOW):
+        asked = right, resource
+        governed = governing(*asked)
+        for effect, (right, resource) in ((DENY, asked), (DENY, governed), (ALLOW, governed)):
             for name in (principal, ANY_PRINCIPAL):
                 names = self._names.get((effect, name, right, resource.kind))
                 found = names.covering(resource.name) if names is not None else None
@@ -298,10 +299,10 @@ class Access:
         return self._only is not None
 
     def _may(self, right: str, resource: Resource) -> bool:
-        if not resource.name.startswith(LEVEL_PREFIX):
-            right, resource = governing(right, resource)
-        if self._only is not None and (right, resource.name) not in self._only and (right, ANY_TOPIC) not in self._only:
-            return False
+        if self._only is not None:
+            governed, (_kind, name) = governing(right, resource)
+            if (governed, name) not in self._only and (governed, ANY_TOPIC) not in self._only:
+                return False
         return self._table.decide(self.principal, right, resource).is_allowed
 
     def _refusal(self, right: str, resource: str, hint: str | None = None) -> NotAuthorized:

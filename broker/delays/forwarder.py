@@ -17,6 +17,7 @@ A master begins with a change of the node. After any error it begins again: it d
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -37,7 +38,7 @@ from metamq.client.net.branches import Branch, TxClient, new_session
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.producer.outgoing import CheckedMessage, size_of
 from metamq.client.producer.partitioner import by_key_hash
-from metamq.errors import BranchNotKnown, MetamqError, TopicNotFound
+from metamq.errors import BranchNotKnown, ConfigError, CorruptData, MetamqError, TopicNotFound
 from metamq.security.config import BROKERS
 from metamq.security.rights import DELAYED_SUFFIX, LEVEL_PREFIX
 from metamq.tx.app.staging import Routes, Staging
@@ -149,12 +150,12 @@ class DelayForwarder:
                 return False
             self._term = _Term(role, await self._begin())
         term = self._term
+        if term.moved.committing and time.monotonic() - term.finished_s > RETRY_S:
+            await self._finish(term)
         self._look(term)
         chunk = await self._ready(term)
         if any(one.end > one.offset for one in term.logs.values()):  # some may be passed over only
             await self._move(term, chunk)
-        if term.moved.committing and time.monotonic() - term.finished_s > RETRY_S:
-            await self._finish(term)
         return len(chunk) >= CHUNK_MESSAGES
 
     # -- the logs -----------------------------------------------------------------------------------------------------
@@ -176,12 +177,15 @@ class DelayForwarder:
         term.looked_s = now_s
         found = dict[str, WaitingLog]()
         for partition, level in self._own_logs():
-            offset = term.moved.offsets.get(f"{partition.topic_id}/{partition.index}", 0)
-            # Above the end after a promotion that accepted a loss: later messages get these offsets again.
-            offset = max(min(offset, partition.log.end_offset), partition.log.start_offset)
-            made = WaitingLog(partition, self._broker_id, level, offset, self._refuse)
-            known = term.logs.get(made.name)
-            found[made.name] = known if known is not None and known.partition is partition else made
+            name, log_ = f"{partition.topic_id}/{partition.index}", partition.log
+            known = term.logs.get(name)
+            if known is not None and known.partition is partition:
+                found[name] = known
+                continue
+            offset, epoch = term.moved.offsets.get(name, (0, -1))
+            with contextlib.suppress(CorruptData):  # the log is reported as damaged, and waits
+                agreed = log_.epochs().agrees_with_reader(offset, epoch, log_.begin_offset, log_.end_offset)
+                found[name] = WaitingLog(partition, self._broker_id, level, agreed, self._refuse)
         # What may be due comes first: a topic that takes many messages does not hold it up.
         term.logs = dict(sorted(found.items(), key=lambda one: LEVELS if one[1].level is None else one[1].level))
 
@@ -193,13 +197,18 @@ class DelayForwarder:
         """Returns the messages that leave their logs now."""
         chunk, size, heads = list[WaitingMessage](), 0, list[int]()
         for one in term.logs.values():
-            if await one.head() is not None:
-                taken = one.take(now_us(), CHUNK_MESSAGES - len(chunk), CHUNK_BYTES - size)
-                size += sum(len(message.value) for message in taken)
-                heads += [message.due_us for message in taken]
-                chunk += taken
-            if (head := await one.head()) is not None:
-                heads.append(head.due_us)
+            try:
+                if await one.head() is not None:
+                    taken = one.take(now_us(), CHUNK_MESSAGES - len(chunk), CHUNK_BYTES - size)
+                    size += sum(len(message.value) for message in taken)
+                    heads += [message.due_us for message in taken]
+                    chunk += taken
+                if (head := await one.head()) is not None:
+                    heads.append(head.due_us)
+                one.log_once.worked(f"delayed messages of {one.partition.name} are read again")
+            except (MetamqError, OSError) as error:  # the other logs continue
+                known = error if isinstance(error, MetamqError) else MetamqError(str(error))
+                one.log_once.failed(f"delayed messages of {one.partition.name} wait", known)
         waiting = sum(one.waiting for one in term.logs.values())
         self.figures = self.figures._replace(waiting=waiting, next_us=min(heads, default=0))
         return chunk
@@ -208,7 +217,7 @@ class DelayForwarder:
 
     async def _move(self, term: _Term, chunk: list[WaitingMessage]) -> None:
         """Moves messages in a transaction. After an error the outcome is in the node."""
-        self._holds.try_next(time.monotonic())
+        self._holds.try_next(time.monotonic(), {one.topic for one in chunk if one.due_us <= now_us()})
         sends = defaultdict[str, list[CheckedMessage]](list)
         finals = set[str]()
         for message in sorted(chunk, key=lambda one: one.due_us):
@@ -235,18 +244,20 @@ class DelayForwarder:
         await self._finish(term, work)
 
     async def _decide(self, term: _Term, work: GlobalTransaction) -> None:
-        ends = {name: one.end for name, one in term.logs.items()}
+        ends = {name: (one.end, one.partition.log.epochs().epoch_of_reader(one.end)) for name, one in term.logs.items()}
         committing = dict(term.moved.committing)
         if work.prepared:
             committing[work.gtrid.hex()] = tuple(work.prepared)
         offsets = {**term.moved.offsets, **ends}  # also those of logs that are not open at present
-        term.moved = await self._change(replace(term.moved, offsets=offsets, committing=committing))
+        term.moved = await self._change(replace(term.moved, offsets=offsets, committing=committing), work)
         for name, one in term.logs.items():
-            one.offset = ends[name]
+            one.offset = ends[name][0]
 
-    async def _change(self, moved: MovedDelays) -> MovedDelays:
+    async def _change(self, moved: MovedDelays, work: GlobalTransaction | None = None) -> MovedDelays:
         changed = await write_moved(self._session, self._broker_id, moved)
         if changed is None:
+            if work is not None:
+                await work.rollback()
             raise MetamqError(f"another replica of broker {self._broker_id} moves its delayed messages")
         return changed
 
@@ -254,15 +265,22 @@ class DelayForwarder:
         """Returns the topic for a message, and the message as it is sent there; no topic if it cannot be delivered."""
         at_us, due_us = now_us(), message.due_us
         if due_us <= at_us:
-            held_s = self._holds.pause_s(message.topic, time.monotonic())
-            if not held_s:
-                return await self._final(message)
-            due_us = at_us + int(held_s * 1e6)
+            if not self._holds.pause_s(message.topic, time.monotonic()):
+                try:
+                    return await self._final(message)
+                except (ConfigError, CorruptData) as error:  # the configuration of its topic cannot be read
+                    self._refusals.failed("delayed messages of a topic wait", error)
+                    self._holds.failed([message.topic], time.monotonic())
+            due_us = at_us + int(self._holds.pause_s(message.topic, time.monotonic()) * 1e6)
         topic = await self._level(level_of(due_us - at_us))
         headers = {**message.headers, DUE: b"%d" % due_us, TOPIC: message.topic.encode()}
         if message.partition is not None:
             headers[PARTITION] = message.partition.encode()
-        return topic, CheckedMessage(message.value, message.key, headers)
+        sent = CheckedMessage(message.value, message.key, headers)
+        if (size := size_of(*sent[:3])) > MESSAGE_BYTES_MAX:
+            self._refuse(f"with the headers of a delayed message it has {size:,} bytes, {MESSAGE_BYTES_MAX:,} at most")
+            return "", sent
+        return topic, sent
 
     async def _final(self, message: WaitingMessage) -> tuple[str, CheckedMessage]:
         sent = CheckedMessage(message.value, message.key, message.headers or None, message.partition)
@@ -282,7 +300,10 @@ class DelayForwarder:
         """Returns the topic of a level, which is made when it is used first."""
         topic = f"{self._levels}{level}"
         if topic not in self._topics.open:
-            settings = TopicSettings(retention_ms=retention_ms(level), max_message_bytes=MESSAGE_BYTES_MAX)
+            settings = TopicSettings(  # all that decide what is lost: the defaults of the cluster do not count here
+                retention_ms=retention_ms(level), retention_bytes=None, cleanup="delete", min_insync=1,
+                replication="sync", max_message_bytes=MESSAGE_BYTES_MAX,
+            )  # fmt: skip
             await create_topic(self._cluster, topic, 1, [self._broker_id], True, TOPIC_WAIT_S, settings)
         return topic
 

@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.broker.delays.levels import ready_us
+from metamq.broker.log_once import LogOnce
 from metamq.client.delayed import DUE, PARTITION
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.errors import MetamqError, UndecodableBatch
@@ -57,6 +58,7 @@ class WaitingLog:
         self.offset = offset
         self._tp = TopicPartition(partition.topic, partition_name(broker_id, partition.index))
         self._refused = refused
+        self.log_once = LogOnce()
         self._read_to = offset
         self._ready: deque[WaitingMessage] = deque()
 
@@ -74,12 +76,16 @@ class WaitingLog:
         """Returns the first message; None if there is none. Raises MetamqError, OSError."""
         log = self.partition.log
         while not self._ready and self._read_to < log.stable_offset:
-            self._read_to = max(self._read_to, log.start_offset)
+            if self._read_to < log.begin_offset:
+                self._refused(
+                    f"{self._tp}: messages before offset {log.begin_offset} were removed before they were due"
+                )
+                self._read_to = log.begin_offset
             part = log.locate(self._read_to, READ_BYTES)
             if part is None:
                 break
             before = self._read_to
-            self._decode(await asyncio.to_thread(_read, part))
+            await asyncio.to_thread(self._decode, part)
             if self._read_to == before:
                 raise MetamqError(f"{self._tp} offset {before} cannot be read")
         return self._ready[0] if self._ready else None
@@ -97,7 +103,15 @@ class WaitingLog:
         """The offset after the taken messages, and after those that are passed over before the next one."""
         return self._ready[0].offset if self._ready else self._read_to
 
-    def _decode(self, data: memoryview) -> None:
+    def _decode(self, part: FilePart) -> None:
+        """Reads the next batches, in a thread: it takes long. Only the first one may be larger than READ_BYTES."""
+        before = self._read_to
+        for size in (min(part.size, READ_BYTES), part.size):
+            self._decode_batches(_read(part, size))
+            if self._read_to != before:
+                return
+
+    def _decode_batches(self, data: memoryview) -> None:
         for at, header in walk(data):
             batch = MessageBatch[bytes](self._tp, header, data[at : at + header.size], self._read_to)
             try:
@@ -108,6 +122,8 @@ class WaitingLog:
             except UndecodableBatch as error:
                 self._refused(str(error))
             self._read_to = header.end_offset
+            if at >= READ_BYTES:
+                return
 
     def _waiting_message(self, message: Message[bytes], put_us: int) -> WaitingMessage | None:
         """Returns the message; None, after a call of `refused`, if its headers are wrong: a client may send any."""
@@ -126,10 +142,9 @@ class WaitingLog:
         )
 
 
-def _read(part: FilePart) -> memoryview:
-    """Reads batches from a file; in a thread, since it waits for the disk."""
+def _read(part: FilePart, size: int) -> memoryview:
     with open(part.path, "rb", buffering=0) as file:
-        data = os.pread(file.fileno(), part.size, part.at)
-    if len(data) < part.size:
+        data = os.pread(file.fileno(), size, part.at)
+    if len(data) < size:
         raise MetamqError(f"{part.path} ends early")
     return memoryview(data)

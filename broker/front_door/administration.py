@@ -6,8 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from metamq.client.net.inboxes import inbox_of
 from metamq.errors import ClosedError, ConfigError, MetamqError, ProtocolError, ServerBusy
 from metamq.security.config import BROKERS
 from metamq.security.delegation import (
@@ -23,12 +25,12 @@ from metamq.security.delegation import (
 )
 from metamq.security.login import Verifier
 from metamq.security.names import check_name
-from metamq.security.rights import ALTER, CREATE, DELETE
+from metamq.security.rights import ALTER, CREATE, DELAYED_SUFFIX, DELETE, SUPERUSERS
 from metamq.wire import sync
 from metamq.wire.commands import Delegate, Delegated, DelegatedRight, Promote, Promoted, TopicChange, TopicChanged
 from metamq.wire.headers import unpack
 from metamq.zk.cluster.schemas import SCHEMAS_BYTES_MAX
-from metamq.zk.cluster.topics import NEW
+from metamq.zk.cluster.topics import NEW, from_json
 from metamq.zk.names import check_topic
 from metamq.zk.security.delegations import DELEGATIONS
 
@@ -96,7 +98,9 @@ class AdministrationProcessor:
         self._check_busy("changes of topics")
         what = f"{right} topic:{asked.topic}"
         connection.changes(what)
-        self._change(request, connection, self._change_topic(asked, f"{what}, for {connection.who}"))
+        is_inbox = right == CREATE and asked.topic.endswith(DELAYED_SUFFIX)
+        check = is_inbox and connection.access.principal not in ("", *SUPERUSERS)
+        self._change(request, connection, self._change_topic(asked, f"{what}, for {connection.who}", check))
 
     def _check_busy(self, what: str) -> None:
         if len(self._changes) >= CHANGES_MAX:  # the session of ZooKeeper has more urgent requests, too
@@ -107,7 +111,15 @@ class AdministrationProcessor:
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
 
-    async def _change_topic(self, asked: TopicChange, what: str) -> TopicChanged:
+    async def _change_topic(self, asked: TopicChange, what: str, check: bool) -> TopicChanged:
+        """`check`: the topic takes delayed messages, and its maker may only write to the topic that they are for."""
+        if check:
+            wanted = inbox_of(await self._store.get(asked.topic.removesuffix(DELAYED_SUFFIX)))
+            if replace(from_json(asked.topic, asked.document), id=wanted.id) != wanted:
+                raise ConfigError(
+                    f"topic {asked.topic!r} takes delayed messages, so other settings are for an administrator",
+                    hint=f"Send a delayed message to {wanted.topic.removesuffix(DELAYED_SUFFIX)!r}: that makes it.",
+                )
         is_done = await self._store.write_for_client(*asked)
         if is_done:
             log.info("done: %s", what)

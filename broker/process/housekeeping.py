@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from metamq.broker.log.steps import FLUSH, Steps
@@ -73,14 +73,20 @@ class Housekeeping:
             await asyncio.sleep(DISK_CHECK_S)
 
     async def run(self) -> None:
-        """Runs rounds until cancelled."""
+        """Runs rounds until cancelled. Between them it tries only the trims that wait."""
+        loop = asyncio.get_running_loop()
+        next_s = loop.time()
         while True:
+            pause_s = next_s - loop.time()
             with contextlib.suppress(TimeoutError):
-                interval_s = self._config.retention_check_s
-                async with asyncio.timeout(min(interval_s, TRIM_RETRY_S) if self._trims_wait else interval_s):
+                async with asyncio.timeout(min(pause_s, TRIM_RETRY_S) if self._trims_wait else pause_s):
                     await self._due.wait()
-            self._due.clear()
-            await self._round()
+            if self._due.is_set() or loop.time() >= next_s:
+                self._due.clear()
+                await self._round(self._look_after)
+                next_s = loop.time() + self._config.retention_check_s
+            else:
+                await self._round(self._trim)
 
     def check_disk(self) -> None:
         """Refuses writes if less than the reserve is free, and accepts them again above it."""
@@ -96,13 +102,13 @@ class Housekeeping:
             self._status.disk_full = None
             log.warning("writes are accepted again: %s bytes are free", f"{free_bytes:,}")
 
-    async def _round(self) -> None:
+    async def _round(self, work: Callable[[Partition], Awaitable[None]]) -> None:
         self._trims_wait = False
         for partition in self._topics.partitions():
             if partition.closed_by is not None:
                 continue
             try:
-                await self._look_after(partition)
+                await work(partition)
             except CorruptData as error:
                 self._topics.is_damaged(partition, error)
             except TooManyOpenFiles as error:

@@ -242,7 +242,8 @@ async def _take_from(session: Session, topic: str, broker_id: int) -> None:
             if left == config.partitions:
                 return
             if left:
-                await session.set(path, to_json(replace(config, partitions=left)), node.version)
+                trims = {name: one for name, one in config.trims.items() if not _is_of(name, broker_id)}
+                await session.set(path, to_json(replace(config, partitions=left, trims=trims)), node.version)
             else:
                 await session.delete(path, node.version)
         except (BadVersion, NoNode):

@@ -29,19 +29,23 @@ async def topic_or_inbox(cluster: ClusterClient, topic: str) -> TopicConfig:
     except TopicNotFound:
         if not topic.endswith(DELAYED_SUFFIX):
             raise
-    for_topic = await cluster.topic(topic.removesuffix(DELAYED_SUFFIX))
-    made = TopicConfig(
-        topic,
+    made = inbox_of(await cluster.topic(topic.removesuffix(DELAYED_SUFFIX)))
+    with contextlib.suppress(TopicExists):  # another client was faster
+        await cluster.topics.create(made)
+    await _wait_offered(cluster, made)
+    return await cluster.topic(topic)
+
+
+def inbox_of(for_topic: TopicConfig) -> TopicConfig:
+    """Returns the configuration of the topic that takes the delayed messages for a topic."""
+    return TopicConfig(
+        f"{for_topic.topic}{DELAYED_SUFFIX}",
         dict.fromkeys(for_topic.partitions, 1),
         flush=for_topic.flush,
         max_message_bytes=min(for_topic.max_message_bytes, MESSAGE_BYTES_MAX - HEADERS_BYTES),
         min_insync=for_topic.min_insync,
         replication=for_topic.replication,
     )
-    with contextlib.suppress(TopicExists):  # another client was faster
-        await cluster.topics.create(made)
-    await _wait_offered(cluster, made)
-    return await cluster.topic(topic)
 
 
 async def _wait_offered(cluster: ClusterClient, config: TopicConfig) -> None:

@@ -1,10 +1,11 @@
 """The node of a broker id's delayed messages: how far they are moved.
 
-    {"offsets": {"<topic id>/0": 17}, "committing": {"64656c...": [0, 2]}}
+    {"offsets": {"<topic id>/0": [17, 3]}, "committing": {"64656c...": [0, 2]}}
 
-`offsets` has the first offset of each log that is not moved. A change is made by compare-and-set, and decides the
-transaction that it adds to `committing`: its messages are moved. `committing` has such transactions, by the hexadecimal
-gtrid, with the brokers at which they may still be prepared.
+`offsets` has the first offset of each log that is not moved, and the epoch of the message before it: after an accepted
+loss later messages get the offsets of lost ones, and are not taken for moved. A change is made by compare-and-set, and
+decides the transaction that it adds to `committing`: its messages are moved. `committing` has such transactions, by the
+hexadecimal gtrid, with the brokers at which they may still be prepared.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 class MovedDelays:
     """The content of the node, and its version; -1: there is no node yet."""
 
-    offsets: Mapping[str, int] = field(default_factory=dict)
+    offsets: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     committing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     version: int = -1
 
 
 def _decode(document: dict[str, Any]) -> MovedDelays:
-    offsets = {str(log): int(offset) for log, offset in document["offsets"].items()}
+    offsets = {str(log): (int(offset), int(epoch)) for log, (offset, epoch) in document["offsets"].items()}
     committing = {str(gtrid): tuple(map(int, brokers)) for gtrid, brokers in document["committing"].items()}
     return MovedDelays(offsets, committing)
 

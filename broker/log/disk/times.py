@@ -21,7 +21,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
@@ -77,7 +77,8 @@ def first_at_time(
 def _in_segment(files: FileCache, segment: Segment, index: SparseIndex, timestamp_us: int) -> Search:
     position, greatest = index.find_time(timestamp_us)
     batches = checked_batches(files, segment, position)
-    for number in count():
+    number = 0
+    while True:
         try:
             found = next(batches, None)
         except NotInMemory as missing:
@@ -101,6 +102,7 @@ def _in_segment(files: FileCache, segment: Segment, index: SparseIndex, timestam
         position = at + header.size
         if number % LEARN_BATCHES == 0:
             index.learn(position, greatest)
+        number += 1
         yield None
     index.learn(position, greatest)
     return None

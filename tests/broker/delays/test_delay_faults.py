@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from metamq.broker.delays import forwarder
+from metamq.broker.delays.waiting import WaitingLog, WaitingMessage
 from metamq.client.net.branches import TxClient
-from metamq.errors import ConnectError, MetamqError
+from metamq.errors import ConnectError, CorruptData, MetamqError
 from metamq.testing import Cluster
+from metamq.zk.cluster.delays import read_moved, write_moved
 from metamq.zk.errors import ConnectionLost
+from metamq.zk.session.session import Session
 from tests.broker.delays.delayed_history import Sent, Wrong, check, read_all, send_delayed
 from tests.broker.ha.test_replication import replica_group
 from tests.one_zookeeper import cluster
@@ -128,6 +133,47 @@ def test_the_check_finds_a_seeded_fault(
         found = read_to_end(consumer)
     with pytest.raises(Wrong):
         check(sent, found)
+
+
+def test_offsets_of_lost_messages_hide_no_later_ones(running: Cluster, local: LocalBroker) -> None:
+    """After an accepted loss the node has offsets that the log gives to later messages, under another epoch."""
+    topic = f"t-{time.monotonic_ns()}"
+    with running.admin() as admin:
+        made = admin.create_topic(f"{topic}.delayed", partitions=1, brokers=[local.broker_id])
+        admin.create_topic(topic, partitions=4)
+
+    async def note() -> None:
+        async with await Session.open(running.zookeeper) as session:
+            moved = None
+            while moved is None:
+                before = await read_moved(session, local.broker_id)
+                offsets = {**before.offsets, f"{made.id}/0": (1000, 777)}
+                moved = await write_moved(session, local.broker_id, replace(before, offsets=offsets))
+
+    asyncio.run(note())
+    with running.producer() as producer:
+        for number in range(5):
+            producer.send(topic, b"%d" % number, delay_s=0.2)
+    found = read_all(running, topic, 5, lambda: waiting(local))
+    assert sorted(message.value for message in found) == [b"%d" % number for number in range(5)]
+
+
+def test_a_log_that_cannot_be_read_holds_up_only_its_own_messages(
+    running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, broken = WaitingLog.head, [""]
+
+    async def failing(self: WaitingLog) -> WaitingMessage | None:
+        if self.partition.topic == f"{broken[0]}.delayed":
+            raise CorruptData(self.partition.name, "a seeded fault")
+        return await head(self)
+
+    monkeypatch.setattr(WaitingLog, "head", failing)
+    broken[0], lost = on_local(running, local, 8, count=3)
+    topic, sent = on_local(running, local, 9, count=20)
+    check(sent, read_all(running, topic, len(sent), lambda: 0))
+    bad, broken[0] = broken[0], ""
+    check(lost, read_all(running, bad, len(lost), lambda: waiting(local)))
 
 
 @pytest.mark.parametrize("step_s", [-5.0, 5.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.broker.delays.holds import FIRST_S, LONGEST_S, Holds
+from metamq.broker.delays.holds import ALONE_S, FIRST_S, LONGEST_S, Holds
 from metamq.broker.delays.levels import LEVELS, UNIT_US, level_of, ready_us, wait_us
 
 LEFT_US = st.integers(0, 400 * 86_400 * 1_000_000)
@@ -53,10 +53,13 @@ def test_one_held_topic_is_tried_at_a_time_and_the_pause_grows() -> None:
     assert holds.pause_s("a", 0) == 0
     holds.failed({"a", "b"}, 0)
     assert (holds.pause_s("a", 0), holds.pause_s("b", 0)) == (FIRST_S, FIRST_S)
-    holds.try_next(0.5)
+    holds.try_next(0.5, "abc")
     assert holds.pause_s("a", 0.5) == holds.pause_s("b", 0.5) == FIRST_S
     now_s = FIRST_S
-    holds.try_next(now_s)
+    holds.try_next(now_s, "c")
+    assert holds.pause_s("c", now_s) == 0, "none is tried that has no message"
+    holds.try_next(now_s, "abc")
+    assert holds.pause_s("c", now_s) == ALONE_S
     (tried,) = [topic for topic in "ab" if not holds.pause_s(topic, now_s)]
     holds.worked({tried})
     (held,) = {"a", "b"} - {tried}
