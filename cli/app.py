@@ -39,7 +39,7 @@ COMMANDS = {
     "produce": ("metamq.cli.messages.produce", "Send lines of input, or arguments, to a topic."),
     "consume": ("metamq.cli.messages.consume", "Print the messages of topics."),
     "worker": ("metamq.cli.worker.worker", "Run a function of yours with each message of topics."),
-    "delayed": ("metamq.cli.messages.delayed", "Show how many delayed messages wait, and until when."),
+    "delayed": ("metamq.cli.messages.delayed", "Show how many delayed messages wait, and when the next is due."),
     "dlq": ("metamq.cli.messages.dlq", "Show, resend, export and purge the dead letters of groups."),
     "group": ("metamq.cli.commands.group", "Show consumer groups, set their offsets, evict members."),
     "ha": ("metamq.cli.commands.ha", "Show masters and slaves, and promote a slave."),

@@ -218,9 +218,7 @@ def _parse_partition_offset(text: str) -> tuple[str, int]:
     "--database", "connect", type=Parsed("database", parse_database), metavar="DATABASE",
     help=f"{HELP} For a group that keeps its offsets there.",
 )  # fmt: skip
-@click.option(
-    "--table", default="metamq_offsets", show_default=True, metavar="NAME", help="The table of the offsets there."
-)
+@click.option("--table", metavar="NAME", help="The table of the offsets there.  [metamq_offsets]")
 @click.option("--dry-run", is_flag=True, help="Only print the plan; ends with status 0.")
 @YES
 @TABLE_OR_JSON
@@ -231,7 +229,7 @@ def reset(
     shift_by: int | None,
     offsets: tuple[tuple[str, int], ...],
     connect: Any,
-    table: str,
+    table: str | None,
     dry_run: bool,
     yes: bool,
     output: str,
@@ -253,6 +251,8 @@ def reset(
     """
     if [place is not None, shift_by is not None, bool(offsets)].count(True) != 1:
         raise click.UsageError("give either --to, --shift-by or --partition, for the group's new offsets")
+    if table is not None and connect is None:
+        raise click.UsageError("--table needs --database")
     with current().admin() as admin:
         storage = _storage(connect, table) if connect is not None else None
         if shift_by is not None:
@@ -274,10 +274,10 @@ def reset(
         say(f"{count(len(resets), 'offset')} set.")
 
 
-def _storage(connect: Any, table: str) -> DatabaseOffsets:
+def _storage(connect: Any, table: str | None) -> DatabaseOffsets:
     from metamq import DatabaseOffsets
 
-    return DatabaseOffsets(connect, table=table)
+    return DatabaseOffsets(connect) if table is None else DatabaseOffsets(connect, table=table)
 
 
 def _before_the_end(found: TopicDescription, place: int) -> dict[TopicPartition, int]:

@@ -15,8 +15,7 @@ from metamq.client.model import time_of
 def delayed(output: str) -> None:
     """Show how many delayed messages wait at each broker, and when the next one is due.
 
-    The time is the earliest of the messages that the broker knows: the first one of each level. Others may be due a
-    little earlier.
+    The time is approximate: a message may be due a little earlier.
 
     \b
     metamq delayed

@@ -11,7 +11,6 @@ from metamq.cli.command import CliCommand
 from metamq.cli.context import current
 from metamq.cli.show import units
 from metamq.cli.show.output import TEXT_OR_JSON, YES, confirm, count, print_json, print_table, say, table_lines
-from metamq.cli.show.progress import progress_bar
 from metamq.client.admin.admin_core import WAIT_S
 from metamq.errors import PartitionNotFound
 from metamq.zk.names import check_node
@@ -43,7 +42,7 @@ def _parse_target(text: str) -> tuple[str, str | None]:
 @click.option("--dry-run", is_flag=True, help="Only show how much would be deleted.")
 @click.option(
     "--wait", "wait_ms", type=units.DURATION, default=f"{WAIT_S:g}s", show_default=True,
-    help="Wait at most this long for the replicas of a partition.",
+    help="Wait at most this long for the replicas.",
 )  # fmt: skip
 @YES
 @TEXT_OR_JSON
@@ -74,14 +73,10 @@ def trim(
             raise PartitionNotFound(topic, partition, tuple(plan.partition for plan in plans))
         if not dry_run:
             confirm([*table_lines(HEADINGS, _rows(chosen)), _summary(topic, chosen)], yes=yes)
-            done = []
-            with progress_bar("Deleting", len(chosen), unit="partitions", wanted=output == "text") as advance:
-                for plan in chosen:
-                    offsets = {TopicPartition(topic, plan.partition): plan.begin}
-                    (one,) = admin.trim(topic, offsets, timeout_s=wait_ms / 1000)
-                    done.append(one)
-                    advance(1)
-            chosen = done
+            # One call: all deletions are stored before the wait for the first replica.
+            offsets = {TopicPartition(topic, plan.partition): plan.begin for plan in chosen}
+            say(f"Deleting in {count(len(chosen), 'partition')}, and waiting for the replicas.")
+            chosen = list(admin.trim(topic, offsets, timeout_s=wait_ms / 1000))
     if output == "json":
         print_json([asdict(plan) for plan in chosen])
     elif dry_run:

@@ -38,7 +38,8 @@ def parse_database(text: str) -> Connect:
         return _postgresql(text)
     if "://" in text:
         kind = text.partition("://")[0]
-        hint = "Write a function without arguments that opens a connection, and give MODULE:FUNCTION."
+        known = next((form for form in (_SQLITE, _POSTGRESQL[0]) if kind.startswith(form.partition(":")[0])), "")
+        hint = f"Write {known}..." if known else "Give MODULE:FUNCTION, a function that opens a connection."
         raise ConfigError(f"a URL of {kind} is not supported", hint=hint)
     if not _FUNCTION.fullmatch(text):
         raise ConfigError(f"this is not a database: write it like {FORMS}")

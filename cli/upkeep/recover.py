@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
+from metamq.cli.processes import StopSignals
 from metamq.cli.show.output import TEXT_OR_JSON, print_json, print_json_line, say
 from metamq.cli.show.units import DURATION, Parsed
 from metamq.cli.upkeep.database import HELP, Connect, parse_database
@@ -78,7 +77,8 @@ class RecoveryState:
 
 
 def _unreachable(done: Recovered) -> str:
-    return f"broker {', '.join(map(str, done.unreachable))} does not answer: its prepared branches wait"
+    names = ", ".join(f"broker {number}" for number in done.unreachable)
+    return f"no answer from {names}, where prepared branches may wait"
 
 
 @click.command(cls=CliCommand)
@@ -107,7 +107,7 @@ def recover(
     http_host: str,
     output: str,
 ) -> int:
-    """End the branches that crashed `dbtx` processes left, as the database has decided. It is a Recoverer.
+    """End the branches that crashed `dbtx` processes left, as the database has decided.
 
     If the database has no decision, the branch is rolled back. Without --every it makes one pass, and ends with status
     1 if a broker does not answer. With -o json the service prints one line with its port.
@@ -119,13 +119,15 @@ def recover(
     """
     if every_ms is None and http_port is not None:
         raise click.UsageError("--http-port needs --every: one pass serves no pages")
+    if every_ms == 0:
+        raise click.UsageError("--every is 0: give a time like 5s")
     if every_ms is not None:
         current().log(logging.INFO)
     from metamq.tx.database.recoverer import Recoverer
 
     given: dict[str, Any] = {"grace_s": grace_ms / 1000} | ({} if table is None else {"table": table})
     if every_ms is not None:
-        with _stop_signals() as stops, Recoverer(connect, **given, **current().client()) as service:
+        with StopSignals() as stops, Recoverer(connect, **given, **current().client()) as service:
             return _serve(service, every_ms / 1000, http_host, http_port, output, stops)
     with Recoverer(connect, **given, **current().client()) as one:
         done = one.run_once()
@@ -138,20 +140,7 @@ def recover(
     return 1 if done.unreachable else 0
 
 
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Notes SIGINT and SIGTERM in the list, which then do not end the process."""
-    stops: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, _frame: stops.append(number)) for number in numbers}
-    try:
-        yield stops
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, output: str, stops: list[int]) -> int:
+def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, output: str, stops: StopSignals) -> int:
     state = RecoveryState()
     server = None
     if port is not None:
@@ -161,13 +150,13 @@ def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, ou
     try:
         if output == "json":
             print_json_line({"http_port": server.port if server is not None else -1})
-        while not stops:
+        while not stops.asked:
             done = state.pass_once(recoverer)
             if done is not None and done.committed + done.rolled_back:
                 say(f"{done.committed} committed, {done.rolled_back} rolled back.")
             next_pass = time.monotonic() + every_s
-            while not stops and time.monotonic() < next_pass:
-                time.sleep(min(POLL_S, every_s))
+            while time.monotonic() < next_pass and not stops.wait(min(POLL_S, every_s)):
+                pass
     finally:
         if server is not None:
             server.close()

@@ -76,6 +76,11 @@ class HandlerRun:
         try:
             asyncio.run(self._in_tasks())
         except asyncio.CancelledError:
+            if not self.signals.asked:  # the handler has raised it
+                raise ConfigError(
+                    "the handler raised CancelledError, which ends the worker",
+                    hint="Catch it where the handler awaits a task that others cancel.",
+                ) from None
             raise Stopped from None
 
     def _in_threads(self) -> None:

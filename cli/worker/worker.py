@@ -21,7 +21,7 @@ from metamq.cli.show.units import GROUP, Parsed, parse_ms
 from metamq.cli.worker.program import SEPARATOR, load, load_exceptions, load_program, load_topics
 from metamq.cli.worker.running import HandlerRun, WorkerSignals
 from metamq.client.settings import CONFIG_FILE_VARIABLE, ROOT_VARIABLE, ZOOKEEPER_VARIABLE
-from metamq.errors import MetamqError
+from metamq.errors import ConfigError, MetamqError
 from metamq.zk.names import check_topic
 
 if TYPE_CHECKING:
@@ -77,6 +77,9 @@ TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else chec
     metavar="MODULE:CLASS",
     multiple=True,
     help="Error of an outage, which is no attempt; may be given several times. Without a module it is one of Python's.",
+)
+@click.option(
+    "--handler-timeout", type=SECONDS, help="Cancel an attempt of an `async` handler after this time: it has failed."
 )
 @click.option("--no-dead-letter", is_flag=True, help="End with status 1 at a message that fails in each attempt.")
 @click.option(
@@ -169,8 +172,15 @@ def _worker(
         os.environ[CONFIG_FILE_VARIABLE] = settings.config_file
     sys.path.insert(0, os.getcwd())
     program = load_program(handler, options["lifespan"])
+    if options["no_auto_commit"] and not program.takes_consumer:
+        name = handler.rpartition(SEPARATOR)[2]
+        raise ConfigError(
+            f"{handler} cannot commit, and --no-auto-commit leaves that to it",
+            hint=f"Write `def {name}(message, consumer)`, and call consumer.commit(message).",
+        )
     run = {name: options[name] for name in ("order", "concurrency", "max_attempts")}
     run |= {"retry_delay_s": options["retry_delay"], "retry_on": load_exceptions(options["retry_on"])}
+    run["handler_timeout_s"] = options["handler_timeout"]
     consumer = {
         "topics": load_topics(options["topics"]),
         "group": options["group"],

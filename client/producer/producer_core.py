@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from metamq.client.checks import check_ranges
 from metamq.client.forks import register_for_forks
-from metamq.client.net import paged_requests
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.net.inboxes import topic_or_inbox
@@ -27,6 +26,7 @@ from metamq.client.producer.partitioner import Partitioner, partitioner_named
 from metamq.client.producer.producer_health import BlockFigures, Outcomes, ProducerHealth, health_of
 from metamq.client.producer.sender import Sender
 from metamq.errors import ClosedError, ConnectError, ForkedError, MetamqError, Timeout, TopicNotFound
+from metamq.wire.commands import Command
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.words import count
@@ -45,6 +45,7 @@ FAILURES_MAX = 1000
 RESOLVE_RETRY_S = 0.2
 ASK_AGAIN_S = 1.0
 """Seconds between two questions to a broker that did not answer a dbtx block."""
+ASK_TIMEOUT_S = 5.0
 _DOCTOR = "Check that the brokers are up with `metamq doctor`."
 BUSY_LINGER_NS = 50_000_000
 """Nanoseconds that a batch grows, with or without linger, while other batches wait to be sent."""
@@ -328,7 +329,8 @@ class ProducerCore:
         while self._unreached[broker_id]:
             await asyncio.sleep(ASK_AGAIN_S)
             with contextlib.suppress(MetamqError):
-                await paged_requests.ask_offsets(await self.cluster.connection(broker_id), [])
+                connection = await self.cluster.connection(broker_id)
+                await connection.request(Command.OFFSETS, [], timeout_s=ASK_TIMEOUT_S)  # about no partition
                 self._unreached[broker_id] = ""
 
     def _waiting(self) -> str:

@@ -131,7 +131,7 @@ def test_a_service_is_ready_while_its_passes_end_well(
     until(lambda: messages(running, topic) == [b"decided"])
     running.broker.freeze()
     try:
-        until(lambda: "broker 0 does not answer" in page("/readyz")[1])
+        until(lambda: "no answer from broker 0" in page("/readyz")[1])
     finally:
         running.broker.thaw()
     until(lambda: page("/readyz")[0] == 200)

@@ -52,6 +52,9 @@ async def hangs_async(message):
     note("hangs")
     await asyncio.Event().wait()
 
+async def cancelled(message):
+    raise asyncio.CancelledError
+
 def typed(message):
     note(message.value.number + 1)
 
@@ -278,6 +281,16 @@ def test_decode_turns_bytes_into_values(running: Cluster, topic: str, folder: Pa
     assert (status, noted(folder)[-1]) == (0, "8"), talk
 
 
+def test_a_handler_that_hangs_or_is_cancelled(running: Cluster, topic: str, worker: Work) -> None:
+    fill(running, topic, 1)
+    limits = ("--handler-timeout", "100ms", "--max-attempts", 1, "--idle-timeout", "200ms")
+    status, talk = ended(worker("hangs_async", *limits))
+    assert (status, "HandlerTimeout" in talk) == (0, True), talk
+    fill(running, topic, 1)
+    status, talk = ended(worker("cancelled"))
+    assert (status, "the handler raised CancelledError" in talk) == (1, True), talk
+
+
 def test_a_typed_topic(running: Cluster, topic: str, folder: Path, process: Start) -> None:
     with running.producer() as producer:
         producer.send(topic, b'{"number": 16}').result()
@@ -321,6 +334,8 @@ def test_its_log_lines_are_json(worker: Work) -> None:
         (["handlers:slow", "--retry-on", "handlers:three"], "--retry-on handlers:three is no class of exceptions"),
         (["handlers:slow", "-t", "handlers:three"], "handlers:three is a Topic, and there is another --topic"),
         (["handlers:slow", "-t", "no-such-topic"], "no-such-topic"),
+        (["handlers:slow", "--no-auto-commit"], "handlers:slow cannot commit, and --no-auto-commit leaves that to it"),
+        (["handlers:slow", "--handler-timeout", "1s"], "run: `handler_timeout_s` is only for asyncio"),
     ],
 )
 def test_errors_name_the_wrong_thing_and_the_next_step(
