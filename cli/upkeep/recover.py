@@ -11,13 +11,13 @@ import click
 
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
-from metamq.cli.processes import StopSignals
 from metamq.cli.show.output import TEXT_OR_JSON, print_json, print_json_line, say
 from metamq.cli.show.units import DURATION, Parsed
 from metamq.cli.upkeep.database import HELP, Connect, parse_database
 from metamq.errors import MetamqError
 
 if TYPE_CHECKING:
+    from metamq.cli.processes import StopSignals
     from metamq.tx.database.recoverer import Recovered, Recoverer
 
 POLL_S = 0.2
@@ -127,6 +127,8 @@ def recover(
 
     given: dict[str, Any] = {"grace_s": grace_ms / 1000} | ({} if table is None else {"table": table})
     if every_ms is not None:
+        from metamq.cli.processes import StopSignals
+
         with StopSignals() as stops, Recoverer(connect, **given, **current().client()) as service:
             return _serve(service, every_ms / 1000, http_host, http_port, output, stops)
     with Recoverer(connect, **given, **current().client()) as one:

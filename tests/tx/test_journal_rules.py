@@ -285,11 +285,11 @@ def test_a_commit_in_the_middle_of_a_round_of_retention_is_left_alone(own: DiskO
         await look_after(partition)
 
     housekeeping._look_after = slowly  # type: ignore[method-assign]
-    LOOP.run_until_complete(housekeeping._round())
+    LOOP.run_until_complete(housekeeping._round(housekeeping._look_after))
     assert seen == replica.logs.partitions()
     assert replica.part(1).log.start_offset == 0
     replica.mark()
-    LOOP.run_until_complete(housekeeping._round())
+    LOOP.run_until_complete(housekeeping._round(housekeeping._look_after))
     assert replica.part(1).log.start_offset == 7
     housekeeping.close()
 
