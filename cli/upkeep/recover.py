@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
@@ -17,7 +18,6 @@ from metamq.cli.upkeep.database import HELP, Connect, parse_database
 from metamq.errors import MetamqError
 
 if TYPE_CHECKING:
-    from metamq.cli.processes import StopSignals
     from metamq.tx.database.recoverer import Recovered, Recoverer
 
 POLL_S = 0.2
@@ -127,9 +127,7 @@ def recover(
 
     given: dict[str, Any] = {"grace_s": grace_ms / 1000} | ({} if table is None else {"table": table})
     if every_ms is not None:
-        from metamq.cli.processes import StopSignals
-
-        with StopSignals() as stops, Recoverer(connect, **given, **current().client()) as service:
+        with _StopSignals() as stops, Recoverer(connect, **given, **current().client()) as service:
             return _serve(service, every_ms / 1000, http_host, http_port, output, stops)
     with Recoverer(connect, **given, **current().client()) as one:
         done = one.run_once()
@@ -142,7 +140,27 @@ def recover(
     return 1 if done.unreachable else 0
 
 
-def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, output: str, stops: StopSignals) -> int:
+class _StopSignals:
+    """Notes SIGINT and SIGTERM, which then do not end the process; a second one raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._come)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Leaves the handlers: the process ends."""
+
+    def _come(self, _number: int, _frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, output: str, stops: _StopSignals) -> int:
     state = RecoveryState()
     server = None
     if port is not None:
@@ -157,8 +175,8 @@ def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, ou
             if done is not None and done.committed + done.rolled_back:
                 say(f"{done.committed} committed, {done.rolled_back} rolled back.")
             next_pass = time.monotonic() + every_s
-            while time.monotonic() < next_pass and not stops.wait(min(POLL_S, every_s)):
-                pass
+            while not stops.asked and time.monotonic() < next_pass:
+                time.sleep(min(POLL_S, every_s))
     finally:
         if server is not None:
             server.close()
