@@ -147,7 +147,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     """As printed, with kubectl and Helm in their dry runs; without Docker's, which need an engine and a registry."""
     kubectl = shutil.which("kubectl")
     if HELM is None or kubectl is None:
-        pytest.skip("needs Helm and kubectl")
+        pytest.skip("needs Helm and kubectl, whose commands the page prints: install both")
     programs = {
         "docker": "",
         "kubectl": f'[ "$1" = create ] && exec {kubectl} "$@" --dry-run=client -o json >> secrets\necho "$@" >> asked',

@@ -43,7 +43,8 @@ def protobuf_documents(definition: str) -> DocumentCodec:
             message = json_format.ParseDict(document, kind(), descriptor_pool=pool)
         except json_format.ParseError as error:
             raise ValueError(str(error)) from None
-        return message.SerializeToString(deterministic=True)  # type: ignore[no-any-return]
+        encoded: bytes = message.SerializeToString(deterministic=True)
+        return encoded
 
     return DocumentCodec(decode, encode, message_indexes(kind))
 

@@ -1,7 +1,7 @@
 """An operator that stops in the middle of a change of offsets: it has claimed the partitions, and has written nothing.
 
-Arguments: ZooKeeper's address, the change, the group, the topic, the database. Prints "held", and goes on after a line
-on its standard input.
+Arguments: ZooKeeper's address, the change, the group, the topic, the database. Prints "held", and continues after a
+line on its standard input.
 """
 
 from __future__ import annotations

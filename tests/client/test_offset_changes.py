@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import aiosqlite
 import psycopg
 import pytest
 
@@ -96,7 +97,7 @@ def test_a_topic_with_readers_is_refused(shop: Shop, topic: str, group: str) -> 
             with pytest.raises(ConfigError, match=match):
                 refused()
     with pytest.raises(ConfigError, match="there is no group"):
-        shop.admin.delete_offsets("nobody", topic)
+        shop.admin.delete_offsets("no-such-group", topic)
     assert offsets_of(shop, group) == {f"{topic}/0-0": 1}
 
 
@@ -186,7 +187,6 @@ def test_offsets_in_a_database_are_reset_to_every_kind_of_place(shop: Shop, topi
 
 
 def test_an_asyncio_database_is_reset_too(shop: Shop, topic: str, group: str, file: Path) -> None:
-    aiosqlite = pytest.importorskip("aiosqlite")
     offsets = DatabaseOffsets(lambda: aiosqlite.connect(file, timeout=60))
     read(shop, topic, group, 3, offsets=stored_in(file))
     assert [one.before for one in shop.admin.reset_offsets(group, topic, 1, offsets=offsets)] == [3]

@@ -119,7 +119,7 @@ def test_the_check_finds_a_seeded_fault(
             return await write(session, broker_id, moved)
 
         monkeypatch.setattr(forwarder, "write_moved", forgets)
-    if fault == "undecided":  # after a lost answer it goes on where it was, without asking the node
+    if fault == "undecided":  # after a lost answer it continues, and does not read the node
 
         async def skips(_session: Any, _broker_id: int, moved: Any) -> Any:
             return moved
