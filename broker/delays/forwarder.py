@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -92,7 +93,7 @@ class _Term:
     role: MasterRole
     moved: MovedDelays
     logs: dict[str, WaitingLog] = field(default_factory=dict)
-    looked_s: float = 0.0
+    looked_s: float = -math.inf
     finished_s: float = 0.0
     """The time of the last try to commit decided transactions."""
 
@@ -305,6 +306,8 @@ class DelayForwarder:
                 replication="sync", max_message_bytes=MESSAGE_BYTES_MAX,
             )  # fmt: skip
             await create_topic(self._cluster, topic, 1, [self._broker_id], True, TOPIC_WAIT_S, settings)
+            if self._term is not None:
+                self._term.looked_s = -math.inf  # the next round counts what waits there
         return topic
 
     # -- decided transactions, and those that a crash has left --------------------------------------------------------

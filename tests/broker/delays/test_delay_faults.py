@@ -176,6 +176,30 @@ def test_a_log_that_cannot_be_read_holds_up_only_its_own_messages(
     check(lost, read_all(running, bad, len(lost), lambda: waiting(local)))
 
 
+def test_messages_that_move_to_a_new_level_are_counted_at_once(
+    running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forwarder knows the log of a level that it has made, before it looks for other logs."""
+    topic = f"t-{time.monotonic_ns()}"
+    with running.admin() as admin:
+        admin.create_topic(f"{topic}.delayed", partitions=1, brokers=[local.broker_id])
+        admin.create_topic(topic)
+    wait_until(lambda: f"{topic}.delayed" in local.broker._parts.delays._topics.open)
+    ready, counts = forwarder.DelayForwarder._ready, list[int]()
+
+    async def counted(self: forwarder.DelayForwarder, term: Any) -> list[WaitingMessage]:
+        chunk = await ready(self, term)
+        counts.append(self.figures.waiting)
+        return chunk
+
+    monkeypatch.setattr(forwarder.DelayForwarder, "_ready", counted)
+    monkeypatch.setattr(forwarder, "LOOK_S", 1e9)
+    with running.producer() as producer:
+        producer.send(topic, b"tomorrow", delay_s=86400).result()
+    wait_until(lambda: 1 in counts and len(counts) > counts.index(1) + 5)
+    assert 0 not in counts[counts.index(1) :]
+
+
 @pytest.mark.parametrize("step_s", [-5.0, 5.0])
 def test_the_clock_steps(running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
     """None is lost or there twice. A clock that goes back delays them; one that goes ahead does the reverse."""
