@@ -96,24 +96,28 @@ async def all_groups(cluster: ClusterClient) -> dict[str, GroupSummary]:
 async def _summary(session: Session, group: str) -> GroupSummary:
     present = await _members(session, group)
     stored = await read_plan(session, group)
-    topics = await _topics_of(session, group, present)
+    read = {topic for member in present.values() for topic in member.topics}
+    others = set(await children(session, session.paths.offset_topics(group))) - read
+    cleared = _cleared_topics(await _records(session, group, others, 1))
+    cleared = _cleared_topics(await _records(session, group, cleared))
+    topics = read | others - cleared
     strategy = _strategy(present, stored.plan if stored else None)
     return GroupSummary(group, tuple(present), tuple(sorted(topics)), strategy, await _owner(session, group))
 
 
-async def _topics_of(session: Session, group: str, present: Mapping[str, Member]) -> set[str]:
-    """Returns the topics that members read, and those with offsets that are not deleted."""
-    topics = {topic for member in present.values() for topic in member.topics}
-    for topic in await children(session, session.paths.offset_topics(group)):
-        if topic not in topics and not await _is_cleared(session, group, topic):
-            topics.add(topic)
-    return topics
+async def _records(
+    session: Session, group: str, topics: Collection[str], limit: int | None = None
+) -> dict[TopicPartition, OffsetRecord | None]:
+    """Reads the offset nodes of these topics: all, or so many of each topic."""
+    names = await asyncio.gather(*(children(session, session.paths.offsets(group, topic)) for topic in topics))
+    tps = [TopicPartition(topic, name) for topic, found in zip(topics, names, strict=True) for name in found[:limit]]
+    return await _offsets(session, group, tps)
 
 
-async def _is_cleared(session: Session, group: str, topic: str) -> bool:
-    names = await children(session, session.paths.offsets(group, topic))
-    records = await _offsets(session, group, [TopicPartition(topic, name) for name in names])
-    return bool(names) and all(record is not None and record.is_cleared for record in records.values())
+def _cleared_topics(records: Mapping[TopicPartition, OffsetRecord | None]) -> set[str]:
+    """Returns the topics of which each offset was cleared: they were deleted."""
+    kept = {tp.topic for tp, record in records.items() if record is None or not record.is_cleared}
+    return {tp.topic for tp in records} - kept
 
 
 async def _owner(session: Session, group: str) -> str | None:
@@ -136,18 +140,21 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
     present = await _members(session, group)
     stored = await read_plan(session, group)
     owners = await members.owned_partitions(session, group)
-    topics = await _topics_of(session, group, present) | {tp.topic for tp in owners}
+    read = {topic for member in present.values() for topic in member.topics} | {tp.topic for tp in owners}
+    kept = await children(session, session.paths.offset_topics(group))
+    records = await _records(session, group, kept)
+    topics = read.union(kept) - (_cleared_topics(records) - read)
     configs, problems = await read_configs(cluster, topics)
-    tps = await _group_partitions(session, group, topics, configs, owners)
-    records = await _offsets(session, group, tps)
     configured = {tp: (config.id, LATEST) for config in configs.values() for tp in config.topic_partitions}
+    known = (tp for tp in records if tp.topic in topics)
+    tps = sorted({*owners, *configured, *known}, key=partition_order)
     found = await ask_offsets(cluster, configured)
     partitions = [
         _partition(
             tp,
             configs.get(tp.topic),
             problems[tp.topic].problem if tp.topic in problems else "",
-            records[tp],
+            records.get(tp),
             found.get(tp),
             owners.get(tp),
             present.get(owners.get(tp, "")),
@@ -173,21 +180,6 @@ async def _offsets(
 
 def _record(stored: tuple[OffsetRecord, int] | None) -> OffsetRecord | None:
     return stored[0] if stored else None
-
-
-async def _group_partitions(
-    session: Session,
-    group: str,
-    topics: Iterable[str],
-    configs: Mapping[str, TopicConfig],
-    owners: Mapping[TopicPartition, str],
-) -> list[TopicPartition]:
-    """Returns all partitions of the group's topics, and all with nodes of the group, in numeric order."""
-    tps = {*owners, *(tp for config in configs.values() for tp in config.topic_partitions)}
-    for topic in topics:
-        names = await children(session, session.paths.offsets(group, topic))
-        tps.update(TopicPartition(topic, name) for name in names)
-    return sorted(tps, key=partition_order)
 
 
 def _partition(
