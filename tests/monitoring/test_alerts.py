@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from kazoo.client import KazooClient
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -130,6 +132,25 @@ def test_rules_and_board_name_only_metrics_that_exist(running: Cluster) -> None:
     assert len(EXPRESSIONS) == len(NAMES)
     assert len(used) > 25
     assert used <= exported(running), used - exported(running)
+
+
+def test_grafanas_classes_know_every_field_of_the_board() -> None:
+    board = json.loads(JSONEncoder().encode(Dashboard.from_json(BOARD)))
+    assert _missing(BOARD, board) == []
+    wrong = {**BOARD, "panels": [{**BOARD["panels"][0], "tittle": "a seeded fault"}]}
+    board = json.loads(JSONEncoder().encode(Dashboard.from_json(wrong)))
+    assert _missing(wrong, board) == ["panels/0/tittle"]
+
+
+def _missing(wanted: Any, found: Any) -> list[str]:
+    """Returns the paths of the fields and values of a document that another one lacks."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        pairs = [(key, value, found.get(key)) for key, value in wanted.items()]
+    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        pairs = [(str(number), value, found[number]) for number, value in enumerate(wanted)]
+    else:
+        return [] if wanted == found else [""]
+    return [f"{key}/{path}".rstrip("/") for key, value, other in pairs for path in _missing(value, other)]
 
 
 def test_each_alert_has_a_line_in_the_runbook_of_alerts() -> None:
