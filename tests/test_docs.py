@@ -7,9 +7,10 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -35,6 +36,12 @@ AT_ONCE = {
     "docs/coming-from-celery.md": 1,
 }
 """How many snippets of a guide run side by side. Those that consume wait for the end of the topic, most of the time."""
+LONG = {f"docs/{name}.md" for name in ("producing", "administering", "consuming", "scan", "monitoring", "typed")}
+"""The documents that take many seconds."""
+
+
+def marked(documents: Iterable[str]) -> list[Any]:
+    return [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in documents]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +74,7 @@ def run(snippet: str, running: Cluster, folder: Path, **variables: str) -> subpr
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("document", AT_ONCE)
+@pytest.mark.parametrize("document", marked(AT_ONCE))
 def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path) -> None:
     found = snippets(document)
     assert found, f"{document} has no snippet"
@@ -86,7 +93,7 @@ def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path
 
 @pytest.mark.parametrize(
     "document",
-    ["docs/producing.md", "docs/administering.md", "docs/consuming.md", "docs/typed.md", "docs/scaling.md"],
+    marked(["docs/producing.md", "docs/administering.md", "docs/consuming.md", "docs/typed.md", "docs/scaling.md"]),
 )
 def test_commands_run_as_printed(document: str, tmp_path: Path) -> None:
     found = SHELL.findall((ROOT / document).read_text())

@@ -158,6 +158,7 @@ def test_a_killed_worker_is_started_again_and_the_other_goes_on(tmp_path: Path) 
         assert sorted(map(int, values_to_end(consumer))) == list(range(200))
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_makes_the_command_unhealthy(tmp_path: Path) -> None:
     with many(new_chroot(), tmp_path / "d") as running:
         until(running.is_ready, "readiness")
@@ -174,6 +175,7 @@ def test_a_frozen_worker_makes_the_command_unhealthy(tmp_path: Path) -> None:
         until(running.is_ready, "readiness after the thaw")
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_killed_supervisor_end_and_lose_nothing(tmp_path: Path) -> None:
     with many(new_chroot(), tmp_path / "d") as running:
         with Admin(running.zookeeper) as admin:
@@ -206,6 +208,7 @@ def test_a_wrong_configuration_of_one_worker_ends_the_command(tmp_path: Path) ->
     assert "Choose another --port" in running.log
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_single_broker_is_continued_and_can_be_a_single_one_again(
     tmp_path: Path, offline: Metamq
 ) -> None:

@@ -211,6 +211,7 @@ def test_the_clock_steps(running: Cluster, local: LocalBroker, monkeypatch: pyte
     check([one._replace(earliest_us=one.earliest_us - max(step_us[0], 0)) for one in sent], found)
 
 
+@pytest.mark.slow
 def test_brokers_are_killed_in_turn() -> None:
     chance = random.Random(11)
     with cluster(brokers=2) as running:
@@ -224,6 +225,7 @@ def test_brokers_are_killed_in_turn() -> None:
         check(sent, read_all(running, "orders", len(sent)))
 
 
+@pytest.mark.slow
 def test_a_promotion_from_a_dead_and_from_a_living_master() -> None:
     with replica_group() as group:
         group.add_slave()
@@ -238,6 +240,7 @@ def test_a_promotion_from_a_dead_and_from_a_living_master() -> None:
         check(sent, read_all(running, "orders", len(sent), lambda: 0))
 
 
+@pytest.mark.slow
 def test_zookeeper_is_frozen_and_killed() -> None:
     from metamq.testing import cluster as own_zookeeper
 
