@@ -23,9 +23,14 @@ PARTITION = "metamq-partition"
 DELAY_MAX_S = 366 * 86_400
 
 
+def holds_delayed(topic: str) -> bool:
+    """Returns True if this is a topic in which delayed messages of other topics wait."""
+    return topic.endswith(DELAYED_SUFFIX) or topic.startswith(LEVEL_PREFIX)
+
+
 def delayed_topic(topic: str) -> str:
     """Returns the topic that takes the delayed messages of a topic. Raises ConfigError if it cannot have one."""
-    if topic.endswith(DELAYED_SUFFIX) or topic.startswith(LEVEL_PREFIX):
+    if holds_delayed(topic):
         raise ConfigError(f"{topic!r} has delayed messages of other topics", hint="Send to the topic itself.")
     check_topic(topic)
     return check_topic(topic + DELAYED_SUFFIX)

@@ -36,6 +36,7 @@ import metamq
 from metamq.cli.commands.tx import age_ms, next_steps, who_decides
 from metamq.cli.messages.filters import all_of, parse_condition, parse_key
 from metamq.cli.show.units import parse_place, show_age, show_bytes, show_flush, show_retention
+from metamq.client.delayed import holds_delayed
 from metamq.console.console_view import READ_S, ConsoleView, answer_or_problem, within_time
 from metamq.console.messages import (
     COUNT,
@@ -253,11 +254,19 @@ async def _brokers(view: ConsoleView, _request: Request) -> tuple[str, dict[str,
 
 
 async def _topics(view: ConsoleView, _request: Request) -> tuple[str, dict[str, Any]]:
-    return "topics.html", {"load": await view.load(with_groups=False)}
+    load = await view.load(with_groups=False)
+    topics = [one for one in load.topics if not holds_delayed(one.topic)]
+    return "topics.html", {"load": load, "topics": topics, "hidden": len(load.topics) - len(topics)}
 
 
 async def _topic(view: ConsoleView, request: Request) -> tuple[str, dict[str, Any]]:
-    return "topic.html", {"one": await within_time(view.admin.describe_topic(_name(request)))}
+    name = _name(request)
+    one, groups = await asyncio.gather(
+        within_time(view.admin.describe_topic(name)), answer_or_problem(view.admin.groups())
+    )
+    problem = groups.problem if isinstance(groups, MetamqError) else ""
+    readers = [] if problem else [group.group for group in groups.values() if name in group.topics]
+    return "topic.html", {"one": one, "readers": readers, "problem": problem}
 
 
 async def _groups(view: ConsoleView, _request: Request) -> tuple[str, dict[str, Any]]:

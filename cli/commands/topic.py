@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
+from metamq.cli.messages.ranges import Place, matching_topics
 from metamq.cli.messages.tail import tail
 from metamq.cli.messages.trim import trim
 from metamq.cli.schemas.schema import schema
@@ -24,6 +26,7 @@ from metamq.cli.show.topic_view import (
     size_in_words,
 )
 from metamq.client.admin.admin_core import WAIT_S
+from metamq.client.delayed import holds_delayed
 from metamq.errors import ConfigError, CorruptData
 
 if TYPE_CHECKING:
@@ -100,27 +103,42 @@ topic.add_command(schema)
 @click.option("-p", "--partitions", type=int, default=4, show_default=True, help="Total number, over all brokers.")
 @_settings
 @_BROKERS
+@click.option("--exist-ok", is_flag=True, help="Leave an existing topic as it is.")
 @_WAIT
 @TEXT_OR_JSON
-def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, output: str, **options: Any) -> None:
+def create(
+    name: str,
+    partitions: int,
+    brokers: tuple[int, ...],
+    exist_ok: bool,
+    wait_ms: int,
+    output: str,
+    **options: Any,
+) -> None:
     """Create a topic, and wait until it is ready.
 
     \b
     metamq topic create flights
+    metamq topic create flights --exist-ok
     metamq topic create orders --partitions 8 --flush ack --retention unlimited
     metamq topic create clicks --retention 12h --retention-bytes 10GiB
     metamq topic create views --broker 0 --broker 1
     """
     with current().admin() as admin, _named_as_given(options):
         config = admin.create_topic(
-            name, partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **_given(options)
+            name,
+            partitions,
+            brokers=brokers or None,
+            exist_ok=exist_ok,
+            timeout_s=wait_ms / 1000,
+            **_given(options),
         )
         _warn_of_too_few(admin, config)
     if output == "json":
         print_json(config_json(config))
         return
     places = ", ".join(f"{number} on broker {broker_id}" for broker_id, number in config.partitions.items())
-    say(f"Topic {name} has {count(partitions, 'partition')} ({places}).")
+    say(f"Topic {name} has {count(len(config.partition_names), 'partition')} ({places}).")
 
 
 def _warn_of_too_few(admin: Admin, config: TopicConfig) -> None:
@@ -166,16 +184,24 @@ def defaults(reset: bool, output: str, **options: Any) -> None:
 
 
 @topic.command("list")
+@click.argument("patterns", type=units.EXISTING_TOPIC, nargs=-1, metavar="[PATTERN]...")
+@click.option("--all", "every", is_flag=True, help="Also the topics in which delayed messages wait.")
 @TABLE_OR_JSON
-def list_topics(output: str) -> None:
-    """List the topics.
+def list_topics(patterns: tuple[str, ...], every: bool, output: str) -> None:
+    """List the topics: all, or those that match a PATTERN in quotes.
 
     \b
     metamq topic list
+    metamq topic list 'orders-*'
     metamq topic list -o json | jq -r '.[].topic'
     """
     with current().admin() as admin:
-        configs = list(admin.topics().values())
+        configs = [
+            config
+            for config in admin.topics().values()
+            if (every or not holds_delayed(config.topic))
+            and (not patterns or any(fnmatchcase(config.topic, pattern) for pattern in patterns))
+        ]
     if output == "json":
         print_json([config_json(config) for config in configs])
         return
@@ -203,17 +229,51 @@ def describe(names: tuple[str, ...], output: str) -> None:
 
     \b
     metamq topic describe flights
+    metamq topic describe 'orders-*'
     metamq topic describe flights -o json | jq '.[0].partitions[].problem'
     """
+    topics = matching_topics(names)
     with current().admin() as admin:
-        found = [admin.describe_topic(name) for name in names]
+        found = [admin.describe_topic(name) for name in topics]
+        groups = admin.groups().values()
+    readers = {name: [group.group for group in groups if name in group.topics] for name in topics}
     if output == "json":
-        print_json([description_json(one) for one in found])
+        print_json([{**description_json(one), "groups": readers[one.topic]} for one in found])
         return
     for number, one in enumerate(found):
         if number:
             click.echo()
-        print_description(one)
+        print_description(one, readers[one.topic])
+
+
+@topic.command()
+@click.argument("name", type=units.EXISTING_TOPIC)
+@click.option(
+    "--at",
+    "place",
+    type=units.PLACE,
+    metavar="PLACE",
+    default="latest",
+    show_default=True,
+    help="earliest, latest, @TIME or @-1h.",
+)
+@TABLE_OR_JSON
+def offsets(name: str, place: Place, output: str) -> None:
+    """Show the offset of each partition at a place: at a time, that of the first message at or after it.
+
+    \b
+    metamq topic offsets orders
+    metamq topic offsets orders --at @-1h
+    metamq topic offsets orders --at '@2026-11-28 08:00' -o json
+    """
+    if isinstance(place, int):
+        raise click.UsageError("--at takes earliest, latest or a time, such as @-1h")
+    with current().admin() as admin:
+        found = admin.offsets(name, place)
+    if output == "json":
+        print_json([{**tp._asdict(), "offset": offset} for tp, offset in found.items()])
+    else:
+        print_table(["PARTITION", "OFFSET"], [[tp.partition, offset] for tp, offset in found.items()])
 
 
 @topic.command()
@@ -276,8 +336,10 @@ def delete(names: tuple[str, ...], wait_ms: int, yes: bool, output: str) -> None
 
     \b
     metamq topic delete flights          shows the plan
+    metamq topic delete 'test-*'
     metamq topic delete flights --yes
     """
+    names = matching_topics(names)
     with current().admin() as admin:
         plan = []
         readers = admin.groups().values()

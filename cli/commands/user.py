@@ -276,6 +276,7 @@ def explain(principal: str, right: str, resource: str, output: str) -> int:
         print_json({"is_allowed": found.is_allowed, "rule": rule, "reason": found.reason})
     else:
         click.echo(f"{'yes' if found.is_allowed else 'no'}: {found.reason}")
+    _note_security_off()
     return 0 if found.is_allowed else 1
 
 
@@ -321,7 +322,13 @@ def set_quota(
     else:
         limits = ", ".join(f"{OPTIONS[name]} {limit:,}" for name, limit in found._asdict().items() if limit)
         say(f"The quota of {principal} at each broker, in a second: {limits}.")
+    _note_security_off()
     return 0
+
+
+def _note_security_off() -> None:
+    if not current().access().security.is_on:
+        say("Security is off: brokers apply no rule and no quota. docs/security.md turns it on.")
 
 
 def _note_unknown(admin: Admin, principal: str) -> None:
@@ -379,6 +386,7 @@ def _show(rules: list[Rule], what: str, output: str) -> None:
     else:
         for rule in rules:
             say(f"The rule `{rule}` is {what}.")
+    _note_security_off()
 
 
 def _fields(rule: Rule) -> dict[str, str]:

@@ -76,7 +76,7 @@ def list_schemas(topic: str, output: str) -> None:
         print_json({"topic": topic, **schemas.to_document()})
         return
     rows = [(number, one.format, len(one.definition)) for number, one in enumerate(schemas.versions, 1)]
-    print_table(["version", "format", "characters"], rows)
+    print_table(["VERSION", "FORMAT", "CHARACTERS"], rows)
     say(f"Topic {topic} accepts {schemas.compatibility} compatible schemas.")
 
 

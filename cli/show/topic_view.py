@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ def description_json(one: TopicDescription) -> dict[str, Any]:
     }
 
 
-def print_description(one: TopicDescription) -> None:
+def print_description(one: TopicDescription, groups: Sequence[str]) -> None:
     config = one.config
     click.echo(f"{config.topic}: {size_in_words(one)}, id {config.id}")
     click.echo(
@@ -73,6 +73,7 @@ def print_description(one: TopicDescription) -> None:
         f"replication {config.replication}, min in sync {config.min_insync}"
     )
     click.echo(f"segments of {show_bytes(config.segment_bytes)}, messages up to {show_bytes(config.max_message_bytes)}")
+    click.echo(f"read by {listed(groups)}" if groups else "no group reads it")
     print_table(
         ["PARTITION", "BROKER", "START", "END", "MESSAGES", "SIZE"],
         [

@@ -206,6 +206,15 @@ class Admin:
         """
         return self._call(admin_topics.describe_topic, topic)
 
+    def offsets(self, topic: str, at: ResetTo) -> dict[TopicPartition, int]:
+        """Returns the offset of each partition at a place: "earliest", "latest", or an aware datetime.
+
+        For a time it is that of the first message at or after it, or the end.
+
+        Raises TopicNotFound, ConnectError.
+        """
+        return self._call(admin_groups.find_offsets, topic, at)
+
     # Groups
 
     def groups(self) -> dict[str, GroupSummary]:

@@ -482,6 +482,12 @@ def _check_kept_here(group: str, topic: str, records: Iterable[OffsetRecord | No
         )
 
 
+async def find_offsets(cluster: ClusterClient, topic: str, at: ResetTo) -> dict[TopicPartition, int]:
+    """Returns the offset of each partition at a place. See Admin.offsets."""
+    found = await _targets(cluster, await cluster.topics.get(topic), at)
+    return {tp: offset for tp, (offset, _epoch) in found.items()}
+
+
 async def _targets(cluster: ClusterClient, config: TopicConfig, to: ResetTo) -> dict[TopicPartition, tuple[int, int]]:
     """Returns partition -> (offset, master's epoch). Raises OffsetOutOfRange, PartitionNotFound, ConnectError."""
     wanted = wanted_offsets(config, to)

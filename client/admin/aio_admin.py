@@ -149,6 +149,10 @@ class Admin:
         """See metamq.Admin.describe_topic."""
         return await self._core.call(admin_topics.describe_topic, topic)
 
+    async def offsets(self, topic: str, at: ResetTo) -> dict[TopicPartition, int]:
+        """See metamq.Admin.offsets."""
+        return await self._core.call(admin_groups.find_offsets, topic, at)
+
     async def groups(self) -> dict[str, GroupSummary]:
         """See metamq.Admin.groups."""
         return await self._core.call(admin_groups.all_groups)

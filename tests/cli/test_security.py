@@ -29,6 +29,7 @@ from tests.security.certificate_folder import HOSTS, in_days, make_folder, secur
 from tests.security.nodes import run
 
 ROOT = Path(__file__).parents[2]
+OFF = "Security is off: brokers apply no rule and no quota. docs/security.md turns it on.\n"
 COMMANDS = "metamq security ", "metamq user ", "metamq acl ", "metamq quota ", "metamq group "
 GUIDE = (ROOT / "docs" / "security.md").read_text()
 
@@ -172,7 +173,7 @@ def test_quotas(offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
         done = offline("quota", "set", "etl", "--write-bytes", "10MB", "--read-bytes", "50MB")
         assert done.talk == (
             "No user has the name etl. The quota applies to a certificate or a token of that name.\n"
-            "The quota of etl at each broker, in a second: --write-bytes 10,000,000, --read-bytes 50,000,000.\n"
+            "The quota of etl at each broker, in a second: --write-bytes 10,000,000, --read-bytes 50,000,000.\n" + OFF
         )
         assert offline("quota", "set", "*", "--requests", "1000").status == 0
         shown = [line.split() for line in offline("quota", "list").text.splitlines()[1:]]
@@ -231,7 +232,7 @@ def test_rules(offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
         assert offline("acl", "list", "-o", "json").json == []
         done = offline("acl", "allow", "etl", "read", "topic:a", "topic:b-*")
         added = "The rule `allow etl read topic:a` is added.\nThe rule `allow etl read topic:b-*` is added.\n"
-        assert done.talk == added
+        assert done.talk == added + OFF
         assert offline("acl", "deny", "*", "read", "topic:b-x").status == 0
         shown = [line.split() for line in offline("acl", "list").text.splitlines()[1:]]
         assert shown == [

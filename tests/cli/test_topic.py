@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -144,3 +145,55 @@ def test_what_nobody_can_read_is_listed_and_deleted(metamq: Metamq, running: Clu
     assert shown.talk.startswith("Delete topic .dot: the configuration of topic '.dot' in ZooKeeper is damaged: JSON")
     assert metamq("topic", "delete", ".dot", "--yes", "-o", "json").json == [None]
     assert metamq("topic", "delete", ".dot", "--yes").talk.startswith("metamq: topic '.dot' does not exist\n")
+
+
+def test_an_existing_topic_may_stay(metamq: Metamq, topic: str) -> None:
+    stays = metamq("topic", "create", topic, "-p", 4, "--exist-ok")
+    assert (stays.status, stays.talk) == (0, f"Topic {topic} has 1 partition (1 on broker 0).\n")
+
+
+def test_patterns_and_topics_of_delayed_messages(metamq: Metamq, topic: str) -> None:
+    for name in (f"{topic}-a", f"{topic}-b"):
+        assert metamq("topic", "create", name, "-p", 1).status == 0
+    assert metamq("produce", f"{topic}-a", "--delay", "1h", "later").status == 0
+
+    def listed(*words: object) -> list[str]:
+        return [one["topic"] for one in metamq("topic", "list", *words, "-o", "json").json]
+
+    assert listed(f"{topic}-*") == [f"{topic}-a", f"{topic}-b"]
+    assert listed("--all", f"{topic}-*") == [f"{topic}-a", f"{topic}-a.delayed", f"{topic}-b"]
+    described = metamq("topic", "describe", f"{topic}-?", "-o", "json").json
+    assert [one["topic"] for one in described] == [f"{topic}-a", f"{topic}-b"]
+    none = metamq("topic", "describe", f"{topic}-none*")
+    assert none.status == 1
+    assert f"no topic matches '{topic}-none*'" in none.talk
+    plan = metamq("topic", "delete", f"{topic}-*").talk
+    assert f"Delete topic {topic}-a: " in plan
+    assert f"Delete topic {topic}-b: " in plan
+    assert metamq("topic", "delete", f"{topic}-*", "--yes").status == 0
+    assert listed("--all", f"{topic}-*") == []
+
+
+def test_the_groups_that_read_a_topic(metamq: Metamq, topic: str) -> None:
+    assert "\nno group reads it\n" in metamq("topic", "describe", topic).text
+    metamq("produce", topic, "a")
+    metamq("consume", topic, "-g", f"{topic}-readers", "-e")
+    assert f"\nread by {topic}-readers\n" in metamq("topic", "describe", topic).text
+    assert metamq("topic", "describe", topic, "-o", "json").json[0]["groups"] == [f"{topic}-readers"]
+
+
+def test_offsets_at_a_place(metamq: Metamq, topic: str) -> None:
+    for second in (1_000, 2_000, 3_000):
+        record = json.dumps({"value": "x", "timestamp_us": second * 1_000_000}).encode()
+        assert metamq("produce", topic, "--json", stdin=record).status == 0
+
+    def at(place: str) -> list[dict[str, Any]]:
+        return metamq("topic", "offsets", topic, "--at", place, "-o", "json").json
+
+    place = {"topic": topic, "partition": "0-0"}
+    assert at("earliest") == [{**place, "offset": 0}]
+    assert at("latest") == [{**place, "offset": 3}]
+    assert at("@1970-01-01T00:33:20Z") == [{**place, "offset": 1}]
+    assert at("@-1h") == [{**place, "offset": 3}]
+    assert metamq("topic", "offsets", topic).text.split() == ["PARTITION", "OFFSET", "0-0", "3"]
+    assert metamq("topic", "offsets", topic, "--at", "-3").status == 2

@@ -138,6 +138,7 @@ def test_pages_show_the_cluster(running: Running) -> None:
     assert "master" in brokers
     assert "/topic?name=orders" in running.ask("/topics").body
     topic = running.ask("/topic?name=orders").body
+    assert '<a href="/group?name=etl"><bdi>etl</bdi></a>' in topic
     assert "2 partitions" in topic
     assert "<dt>Messages</dt><dd>30</dd>" in topic
     assert "/group?name=etl" in running.ask("/groups").body
