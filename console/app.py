@@ -264,9 +264,10 @@ async def _topic(view: ConsoleView, request: Request) -> tuple[str, dict[str, An
     one, groups = await asyncio.gather(
         within_time(view.admin.describe_topic(name)), answer_or_problem(view.admin.groups())
     )
-    problem = groups.problem if isinstance(groups, MetamqError) else ""
-    readers = [] if problem else [group.group for group in groups.values() if name in group.topics]
-    return "topic.html", {"one": one, "readers": readers, "problem": problem}
+    if isinstance(groups, MetamqError):
+        return "topic.html", {"one": one, "readers": [], "problem": groups.problem}
+    readers = [group.group for group in groups.values() if name in group.topics]
+    return "topic.html", {"one": one, "readers": readers, "problem": ""}
 
 
 async def _groups(view: ConsoleView, _request: Request) -> tuple[str, dict[str, Any]]:
@@ -312,6 +313,8 @@ async def _letters(view: ConsoleView, request: Request) -> tuple[str, dict[str, 
         summaries, uncounted = await within_time(letter_summaries(view.client, view.admin), READ_S)
         return "letters.html", {"summaries": summaries, "uncounted": uncounted}
     letters, is_cut = await within_time(letters_of(view.client, group), READ_S)
+    if not letters:
+        await within_time(view.admin.describe_group(group))  # raises ConfigError if there is no such group
     return "group_letters.html", {"group": group, "letters": letters, "is_cut": is_cut}
 
 

@@ -453,7 +453,10 @@ async def _dead_letters(cluster: ClusterClient, found: TopicDescription) -> Find
     if left <= 0:
         return Finding(f"topic {found.topic}", "ok", size_in_words(found))
     detail = f"{count(left, 'dead letter')} of group {group}"
-    return Finding(f"topic {found.topic}", "warning", detail, f"`metamq dlq list {group}` shows them.")
+    hint = f"`metamq dlq show {group}` shows them."
+    if await cluster.session.exists(cluster.session.paths.group(group)) is None:
+        hint = f"The group is deleted. `metamq topic delete {found.topic}` removes them, too."
+    return Finding(f"topic {found.topic}", "warning", detail, hint)
 
 
 async def _without_members(cluster: ClusterClient, name: str, size: str) -> Finding:

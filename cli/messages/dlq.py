@@ -31,7 +31,7 @@ from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import EXISTING_GROUP, TOPIC, Parsed, parse_time
 from metamq.client.consumer.dead_letters import dead_letter_topic
 from metamq.client.model import Message
-from metamq.errors import ConfigError, TopicNotFound
+from metamq.errors import TopicNotFound
 from metamq.tx.app.aio_dead_letters import DeadLetter, LetterFilter
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 ERRORS_SHOWN = 3
+NONE_SELECTED = "No dead letter of {} is selected."
 ERROR_CHARS = 200
 """Characters of an error in a table."""
 TIME = Parsed("time", parse_time)
@@ -104,6 +105,8 @@ def list_groups(groups: tuple[str, ...], output: str) -> None:
     for group in groups:
         with _queue(group) as queue:
             found.append(queue.summary())
+        if not found[-1].letters:
+            _check_exists(group)
     if output == "json":
         print_json([_summary_json(one) for one in found])
         return
@@ -131,11 +134,13 @@ def show(group: str, most: int | None, output: str, **options: Any) -> None:
     selected = _selected(options)
     with _queue(group) as queue:
         found = list(itertools.islice(queue.letters(selected), most))
+    if not found:
+        _check_exists(group)
     if output == "json":
         print_json([_letter_json(one) for one in found])
         return
     if not found:
-        _report("shown", 0, group, output)
+        say(NONE_SELECTED.format(group))
         return
     if selected.ids is not None:
         for one in found:
@@ -241,6 +246,8 @@ def export(group: str, file: IO[bytes], output: str, **options: Any) -> None:
         for letter in queue.letters(_selected(options)):
             file.write(as_json(_message(letter)))
             written += 1
+    if not written:
+        _check_exists(group)
     say(f"{count(written, 'dead letter')} of {group} {'is' if written == 1 else 'are'} in {_name(file)}.")
 
 
@@ -268,18 +275,27 @@ def purge(group: str, yes: bool, output: str, **options: Any) -> None:
         try:
             purged = queue.purge(LetterFilter(ids=found))
         except KeyboardInterrupt:
-            say(f"Stopped: all of these dead letters are purged, or none. `metamq dlq list {group}` shows it.")
+            say(f"Stopped: all of these dead letters are purged, or none. `metamq dlq show {group}` shows it.")
             raise
     _report("purged", purged, group, output)
 
 
 def _report(done: str, number: int, group: str, output: str) -> None:
+    if not number:
+        _check_exists(group)
     if output == "json":
         print_json({"group": group, done: number})
     elif number:
         say(f"{count(number, 'dead letter')} of {group} {'is' if number == 1 else 'are'} {done}.")
     else:
-        say(f"No dead letter of {group} is selected.")
+        say(NONE_SELECTED.format(group))
+
+
+def _check_exists(group: str) -> None:
+    """Raises ConfigError, with similar names, for a group that neither exists nor has left dead letters."""
+    with current().admin() as admin:
+        if dead_letter_topic(group) not in admin.topics():
+            admin.describe_group(group)
 
 
 @contextlib.contextmanager
@@ -287,13 +303,7 @@ def _queue(group: str) -> Iterator[DeadLetterQueue]:
     from metamq import DeadLetterQueue
 
     with DeadLetterQueue(group, **current().client()) as queue:
-        try:
-            yield queue
-        except TopicNotFound as error:
-            if error.topic != dead_letter_topic(group):
-                raise
-            hint = "`metamq dlq list` shows the groups that have some."
-            raise ConfigError(f"the group {group!r} has no dead letters", hint=hint) from None
+        yield queue
 
 
 def _message(letter: DeadLetter) -> Message[bytes]:

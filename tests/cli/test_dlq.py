@@ -108,9 +108,13 @@ def test_ctrl_c_says_what_is_resent(metamq: Metamq, group: str, topic: str, monk
     assert sorted(metamq("consume", topic, "-e").text.split()) == ["v0", "v1"]
 
 
-def test_a_group_without_letters(metamq: Metamq) -> None:
-    done = metamq("dlq", "show", "never-heard-of")
-    assert done.status == 1
-    assert "the group 'never-heard-of' has no dead letters" in done.talk
+def test_a_group_without_letters(metamq: Metamq, topic: str) -> None:
+    metamq("consume", topic, "-g", f"{topic}-good", "-e")
+    for words in (["list"], ["show"], ["resend", "--yes"], ["purge", "--yes"]):
+        assert metamq("dlq", words[0], f"{topic}-good", *words[1:]).status == 0
+        done = metamq("dlq", words[0], f"{topic}-god", *words[1:])
+        assert done.status == 1
+        assert f"there is no group '{topic}-god'" in done.talk
+        assert f"Did you mean '{topic}-good'" in done.talk
     wrong = metamq("dlq", "show", "never-heard-of", "--id", "17")
     assert (wrong.status, "write it like 0-0:17" in wrong.talk) == (2, True)

@@ -62,12 +62,15 @@ def test_dead_letters_and_a_group_without_members_are_remarks(metamq: Metamq, ru
     findings = by_name(looked.json)
     letters, group = findings[f"topic {topic}.dead-letter"], findings[f"group {topic}"]
     assert (letters["status"], letters["detail"]) == ("warning", f"1 dead letter of group {topic}")
-    assert letters["hint"] == f"`metamq dlq list {topic}` shows them."
+    assert letters["hint"] == f"`metamq dlq show {topic}` shows them."
     assert (group["status"], group["detail"]) == ("warning", "0 members, 0 partitions owned; 1 message to read")
     assert looked.status == 0
     metamq("dlq", "purge", topic, "--yes")
     assert by_name(metamq("doctor", "-o", "json").json)[f"topic {topic}.dead-letter"]["status"] == "ok"
+    metamq("produce", f"{topic}.dead-letter", "left")
     metamq("group", "delete", topic, "--yes")
+    hint = by_name(metamq("doctor", "-o", "json").json)[f"topic {topic}.dead-letter"]["hint"]
+    assert hint == f"The group is deleted. `metamq topic delete {topic}.dead-letter` removes them, too."
 
 
 NOT_REGISTERED = "no connection to broker 0: it is not registered in ZooKeeper"

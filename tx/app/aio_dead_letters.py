@@ -170,8 +170,8 @@ def _time(timestamp_us: int) -> datetime:
 class DeadLetterQueue:
     """The dead letters of a group. `zookeeper`, `root`, `config` and `security`: see metamq.Admin.
 
-    Its methods raise ConnectError if ZooKeeper or a broker cannot be reached, and TopicNotFound if the group never gave
-    a message up. Messages that are no dead letters are passed over. One call at a time.
+    A group that never gave a message up has no letters. The methods raise ConnectError if ZooKeeper or a broker cannot
+    be reached. Messages that are no dead letters are passed over. One call at a time.
     """
 
     def __init__(
@@ -271,7 +271,9 @@ class DeadLetterQueue:
 
     async def _state(self) -> tuple[SettledLetters, dict[str, int]]:
         """Returns the settled letters, and the present ends of the partitions that have messages."""
-        config = await self._cluster.topics.get(self.topic)
+        config = await self._cluster.topics.get_or_none(self.topic)
+        if config is None:
+            return SettledLetters(), {}
         starts, ends = dict[str, int](), dict[str, int]()
         found = await ask_offsets(self._cluster, dict.fromkeys(config.topic_partitions, (config.id, LATEST)))
         for tp, answer in found.items():
