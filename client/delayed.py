@@ -44,7 +44,7 @@ def due_us(delay_s: float | None, deliver_at: datetime | None) -> int:
             raise ConfigError("`delay_s` and `deliver_at` are both given", hint="Give one of them.")
         if not isinstance(deliver_at, datetime):
             raise wrong_type("`deliver_at`", "an aware datetime", deliver_at)
-        found = timestamp_us(deliver_at) or 0
+        found = timestamp_us(deliver_at, "deliver_at") or 0
     else:
         check_seconds("delay_s", delay_s, optional=False)
         found = now_us + round((delay_s or 0.0) * 1e6)

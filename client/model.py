@@ -24,31 +24,31 @@ def time_of(timestamp: int) -> datetime:
     return EPOCH + timedelta(microseconds=timestamp)
 
 
-def timestamp_us(timestamp: datetime | int | None) -> int | None:
+def timestamp_us(timestamp: datetime | int | None, name: str = "timestamp") -> int | None:
     """Returns microseconds since 1970. Raises ConfigError for a naive datetime, and for seconds or milliseconds."""
     if timestamp is None:
         return None
     if isinstance(timestamp, int):
         if timestamp < TIMESTAMP_US_MIN:
             raise ConfigError(
-                f"`timestamp` {timestamp} would be before 2001: a number is microseconds since 1970",
+                f"`{name}` {timestamp} would be before 2001: a number is microseconds since 1970",
                 hint="Multiply seconds by 1,000,000, or give an aware datetime, which may be any from 1970 on.",
             )
         if timestamp > TIMESTAMP_US_MAX:
             raise ConfigError(
-                f"`timestamp` {timestamp} would be after the year 9999: a number is microseconds since 1970",
+                f"`{name}` {timestamp} would be after the year 9999: a number is microseconds since 1970",
                 hint="Divide nanoseconds by 1,000, or give an aware datetime.",
             )
         return timestamp
     if not isinstance(timestamp, datetime):
-        raise wrong_type("`timestamp`", "an aware datetime or microseconds since 1970", timestamp)
+        raise wrong_type(f"`{name}`", "an aware datetime or microseconds since 1970", timestamp)
     if timestamp.tzinfo is None:
         raise ConfigError(
-            f"`timestamp` {timestamp} has no time zone", hint="Give an aware datetime, as datetime.now(timezone.utc)."
+            f"`{name}` {timestamp} has no time zone", hint="Give an aware datetime, as datetime.now(timezone.utc)."
         )
     if timestamp < EPOCH:
         hint = "A message's time is from 1970 to 9999. Put an earlier one into the value, or a header."
-        raise ConfigError(f"`timestamp` {timestamp} is before 1970", hint=hint)
+        raise ConfigError(f"`{name}` {timestamp} is before 1970", hint=hint)
     return (timestamp - EPOCH) // timedelta(microseconds=1)
 
 

@@ -7,8 +7,10 @@ hours to stage, one recorded figure is raised (WRITTEN), or the series are writt
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sqlite3
 import subprocess
 import threading
 import urllib.parse
@@ -29,6 +31,7 @@ from metamq.errors import MetamqError
 from metamq.prometheus import ClientCollector
 from metamq.testing import BrokerProcess, Cluster
 from metamq.testing import cluster as own_cluster
+from metamq.tx import create_outcome_table, dbtx
 from tests.broker.test_disk import flip
 from tests.monitoring.programs import program
 from tests.one_zookeeper import cluster
@@ -43,7 +46,7 @@ EXPRESSIONS = [
 BOARD = json.loads((FOLDER / "grafana.json").read_text())
 QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
 AGES = re.compile(
-    r"metamq_(transactions_oldest_prepared|group_lag(_age)?|producer_oldest|consumer_oldest_running)_seconds"
+    r"metamq_(transactions_oldest_prepared|group_lag(_age)?|producer_oldest|dbtx_oldest|consumer_oldest_running)_seconds"
 )
 """Metrics that grow with the clock while a fault lasts."""
 LISTENS = re.compile(r'msg="Listening on" address=127.0.0.1:(\d+)')
@@ -258,8 +261,25 @@ def test_failed_messages_and_a_stuck_producer(tmp_path: Path) -> None:
         fires(tmp_path, before, during, "MetamqProducerStuck")
 
 
+@pytest.mark.slow
+def test_a_dbtx_block_that_stays_open(running: Cluster, tmp_path: Path) -> None:
+    running.create_topic("blocks", partitions=1)
+    with contextlib.closing(sqlite3.connect(tmp_path / "rows")) as database, running.producer() as producer:
+        create_outcome_table(database)
+        with dbtx(database, producer) as tx:
+            tx.send("blocks", b"1")
+        before = clients(producer)
+        with dbtx(database, producer) as tx:
+            tx.send("blocks", b"2")
+            wait_until(lambda: value(clients(producer), "metamq_dbtx_oldest_seconds") > 0)
+            during = clients(producer)
+        idle = {name: 0.0 if "oldest" in name else number for name, number in before.items()}
+        fires(tmp_path, idle, during, "MetamqBlockStuck")
+
+
 WRITTEN: Mapping[str, tuple[str, float]] = {
     "MetamqMessagesGivenUp": ("metamq_replication_given_up_messages_total", 3),
+    "MetamqDelayedDropped": ("metamq_delayed_refused_total", 1),
     "MetamqRequestsHeldBack": ("metamq_broker_requests_held_back", 2),
     "MetamqFailedLogins": ("metamq_broker_failed_logins_total", 100),
 }
@@ -280,6 +300,7 @@ def test_figures_of_a_broker_that_rise(alert: str, running: Cluster, tmp_path: P
     ("alert", "metric"),
     [
         ("MetamqMessagesGivenUp", "metamq_replication_given_up_messages_total"),
+        ("MetamqDelayedDropped", "metamq_delayed_refused_total"),
         ("MetamqMessagesFailed", "metamq_producer_failed_messages_total"),
         ("MetamqMessagesLost", "metamq_consumer_lost_messages_total"),
         ("MetamqDeadLetters", "metamq_consumer_dead_letters_total"),
