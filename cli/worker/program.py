@@ -11,6 +11,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.schemas.topic import Topic
 from metamq.errors import ConfigError, MetamqError
 
@@ -79,6 +80,21 @@ def load_exceptions(paths: Sequence[str]) -> tuple[type[Exception], ...]:
     return tuple(found)
 
 
+def check_commits(path: str, program: Program, offsets: object, *, auto_commit: bool) -> None:
+    """Raises ConfigError unless the handler at the path can commit as the options ask for."""
+    if not auto_commit and not program.takes_consumer:
+        raise ConfigError(
+            f"{path} cannot commit, and --no-auto-commit leaves that to it",
+            hint=f"Write `def {_name_in(path)}(message, consumer)`, and call consumer.commit(message).",
+        )
+    if auto_commit and program.takes_consumer and isinstance(offsets, DatabaseOffsets):
+        raise ConfigError(
+            f"--offsets is a database, and {path} gets the consumer, but the worker commits by itself",
+            hint="Give --no-auto-commit, and call consumer.commit(message, connection=...). Or write "
+            f"`def {_name_in(path)}(message)`, which does not commit.",
+        )
+
+
 def load_topics(given: Sequence[str]) -> list[str] | Topic[Any]:
     """Returns names as they are, or the Topic at a path. Raises as load()."""
     paths = [one for one in given if SEPARATOR in one]
@@ -132,9 +148,13 @@ def _takes(function: Any, count: int) -> bool:
 
 
 def _handler_hint(path: str) -> str:
-    name = path.rpartition(SEPARATOR)[2]
-    name = name if name.isidentifier() else "handle"
+    name = _name_in(path)
     return f"Write `def {name}(message)`, or `def {name}(message, consumer)`; each may begin with `async`."
+
+
+def _name_in(path: str) -> str:
+    name = path.rpartition(SEPARATOR)[2]
+    return name if name.isidentifier() else "handle"
 
 
 def _kind(value: object) -> str:

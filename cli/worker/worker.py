@@ -18,10 +18,17 @@ from metamq.cli.json_log import log_as_json
 from metamq.cli.processes import Stopped
 from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.show.units import GROUP, Parsed, parse_ms
-from metamq.cli.worker.program import SEPARATOR, load, load_exceptions, load_program, load_topics
+from metamq.cli.worker.program import (
+    SEPARATOR,
+    check_commits,
+    load,
+    load_exceptions,
+    load_program,
+    load_topics,
+)
 from metamq.cli.worker.running import HandlerRun, WorkerSignals
 from metamq.client.settings import CONFIG_FILE_VARIABLE, ROOT_VARIABLE, ZOOKEEPER_VARIABLE
-from metamq.errors import ConfigError, MetamqError
+from metamq.errors import MetamqError
 from metamq.zk.names import check_topic
 
 if TYPE_CHECKING:
@@ -172,12 +179,8 @@ def _worker(
         os.environ[CONFIG_FILE_VARIABLE] = settings.config_file
     sys.path.insert(0, os.getcwd())
     program = load_program(handler, options["lifespan"])
-    if options["no_auto_commit"] and not program.takes_consumer:
-        name = handler.rpartition(SEPARATOR)[2]
-        raise ConfigError(
-            f"{handler} cannot commit, and --no-auto-commit leaves that to it",
-            hint=f"Write `def {name}(message, consumer)`, and call consumer.commit(message).",
-        )
+    loaded = {name: load(options[name]) for name in ("decode", "offsets") if options[name] is not None}
+    check_commits(handler, program, loaded.get("offsets"), auto_commit=not options["no_auto_commit"])
     run = {name: options[name] for name in ("order", "concurrency", "max_attempts")}
     run |= {"retry_delay_s": options["retry_delay"], "retry_on": load_exceptions(options["retry_on"])}
     run["handler_timeout_s"] = options["handler_timeout"]
@@ -187,7 +190,7 @@ def _worker(
         "start": options["start"],
         "auto_commit": not options["no_auto_commit"],
         "idle_timeout_s": options["idle_timeout"],
-        **{name: load(options[name]) for name in ("decode", "offsets") if options[name] is not None},
+        **loaded,
         **settings.client(),
     }
     return HandlerRun(

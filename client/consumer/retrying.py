@@ -255,6 +255,8 @@ class ListenerRun(ABC):
         failed = outages = 0
         figures = self.receiver.handlers
         while True:
+            if isinstance(error, ConfigError) and error.ends_run:
+                raise error
             if not isinstance(error, Rollback):
                 figures.failed(message.topic)
             counts = self.policy.counts(error)

@@ -20,10 +20,10 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 MESSAGES = 400
 HANDLERS = """
-import asyncio, logging, os, sys, threading, time
+import asyncio, logging, os, sqlite3, sys, threading, time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from metamq import Producer, Topic
+from metamq import DatabaseOffsets, Producer, Topic
 
 logging.getLogger(__name__).info("imported")
 gate = threading.Event()
@@ -75,6 +75,9 @@ def commits(message, consumer):
     note(message.value.decode())
     consumer.commit(message)
 
+def commits_with_rows(message, consumer):
+    consumer.commit(message, connection=sqlite3.connect("rows"))
+
 def nothing(message):
     pass
 
@@ -108,6 +111,7 @@ async def slow_start_async():
     yield
 
 orders = Topic("%(topic)s", Order)
+offsets = DatabaseOffsets(lambda: sqlite3.connect("rows"))
 three = 3
 """
 
@@ -309,6 +313,19 @@ def test_a_handler_that_commits_gets_the_consumer(
     assert committed(metamq, topic) == 3
 
 
+@pytest.mark.parametrize("options", [[], ["--no-auto-commit"]])
+def test_a_commit_that_the_options_do_not_allow_is_no_dead_letter(
+    running: Cluster, topic: str, worker: Work, metamq: Metamq, options: list[str]
+) -> None:
+    fill(running, topic, 3)
+    status, talk = ended(worker("commits_with_rows", *options))
+    assert status == 1, talk
+    assert "commit(connection=...) needs offsets in a database" in talk
+    assert "--offsets and --no-auto-commit" in " ".join(talk.split())
+    assert "Traceback" not in talk
+    assert metamq("topic", "describe", f"{topic}.dead-letter").status == 1  # it does not exist
+
+
 def test_its_log_lines_are_json(worker: Work) -> None:
     status, talk = ended(worker("nothing", "--log-format", "json", "--idle-timeout", "200ms", "-o", "json"))
     assert status == 0
@@ -335,6 +352,7 @@ def test_its_log_lines_are_json(worker: Work) -> None:
         (["handlers:slow", "-t", "handlers:three"], "handlers:three is a Topic, and there is another --topic"),
         (["handlers:slow", "-t", "no-such-topic"], "no-such-topic"),
         (["handlers:slow", "--no-auto-commit"], "handlers:slow cannot commit, and --no-auto-commit leaves that to it"),
+        (["handlers:commits", "--offsets", "handlers:offsets"], "handlers:commits gets the consumer, but"),
         (["handlers:slow", "--handler-timeout", "1s"], "run: `handler_timeout_s` is only for asyncio"),
     ],
 )

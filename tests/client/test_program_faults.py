@@ -1,0 +1,70 @@
+"""A fault of the program, not of the message, ends `run()` in both APIs and both orders: nothing is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from metamq import Message, aio
+from metamq.errors import ConfigError, TopicNotFound, WrongType
+
+if TYPE_CHECKING:
+    from tests.client.conftest import Shop
+
+BOTH_APIS = pytest.mark.parametrize("is_aio", [False, True])
+ORDERS = pytest.mark.parametrize("order", ["partition", "key"])
+
+Listener = Callable[[Any, Message[Any]], object]
+
+
+def run(shop: Shop, topic: str, group: str, listener: Listener, *, is_aio: bool, **settings: Any) -> None:
+    """Calls `run()` with a listener that gets the consumer, too."""
+
+    async def run_aio() -> None:
+        async with aio.Consumer(shop.cluster.zookeeper, topics=topic, group=group, idle_timeout_s=60) as consumer:
+            await consumer.run(lambda message: listener(consumer, message), **settings)
+
+    if is_aio:
+        asyncio.run(run_aio())
+        return
+    with shop.consumer(topic, group, idle_timeout_s=60) as consumer:
+        consumer.run(lambda message: listener(consumer, message), **settings)
+
+
+@ORDERS
+@BOTH_APIS
+@pytest.mark.parametrize("attempts_before", [0, 1])
+def test_a_commit_with_wrong_settings_ends_run(
+    shop: Shop, group: str, order: Any, is_aio: bool, attempts_before: int
+) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    calls = []
+
+    def commit(consumer: Any, message: Message[Any]) -> object:
+        calls.append(message)
+        if len(calls) <= attempts_before:
+            raise ValueError("the first attempt")
+        return consumer.commit(message, connection=object())
+
+    with pytest.raises(ConfigError, match=r"needs offsets in a database.*--offsets"):
+        run(shop, topic, group, commit, is_aio=is_aio, order=order, retry_delay_s=0.0, concurrency=1)
+    assert len({message.offset for message in calls}) == 1
+    with pytest.raises(TopicNotFound), shop.consumer(f"{group}.dead-letter"):
+        pass
+
+
+def test_another_config_error_is_one_of_the_message(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 1)
+
+    def refuse(consumer: Any, _message: Message[Any]) -> object:
+        consumer.stop()
+        raise WrongType("of the handler itself")
+
+    run(shop, topic, group, refuse, is_aio=False, max_attempts=1)
+    with shop.consumer(f"{group}.dead-letter") as letters:
+        assert b"of the handler itself" in next(iter(letters)).headers["metamq-error"]
