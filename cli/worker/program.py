@@ -11,6 +11,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from metamq.client.checks import check_listener
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.schemas.topic import Topic
 from metamq.errors import ConfigError, MetamqError
@@ -31,10 +32,11 @@ class Program(NamedTuple):
 
 
 def load_program(handler_path: str, lifespan_path: str | None) -> Program:
-    """Imports the functions. Raises ConfigError, and each MetamqError that an import raises."""
+    """Imports the functions. Raises ConfigError, WrongType, and each MetamqError that an import raises."""
     handler = load(handler_path)
     if not callable(handler) or isinstance(handler, type):
         raise ConfigError(f"{handler_path} is a {_kind(handler)}, not a function", hint=_handler_hint(handler_path))
+    check_listener(handler)
     lifespan = None if lifespan_path is None else load(lifespan_path)
     if lifespan_path is not None and not _takes(lifespan, 0):
         raise ConfigError(

@@ -307,8 +307,8 @@ class Consumer(ConsumerApi[T]):
 
         A ConfigError of commit() in a listener ends run(): each message would fail. Nothing is given up.
 
-        Raises WrongType for a coroutine function, and if the listener returns an awaitable: run() does not await it,
-        and the message is not done. metamq.aio.Consumer awaits its listener.
+        Raises WrongType for a coroutine function or a generator function, and if the listener returns an awaitable:
+        run() does not await it, and the message is not done. metamq.aio.Consumer awaits its listener.
         """
         self._core.check_loop_may_begin()
         check_no_time_limit(handler_timeout_s)

@@ -78,6 +78,12 @@ def commits(message, consumer):
 def commits_with_rows(message, consumer):
     consumer.commit(message, connection=sqlite3.connect("rows"))
 
+def generates(message):
+    yield note("never")
+
+async def generates_async(message):
+    yield note("never")
+
 def nothing(message):
     pass
 
@@ -345,6 +351,8 @@ def test_its_log_lines_are_json(worker: Work) -> None:
         (["handlers:lifespan"], "handlers:lifespan does not take one message"),
         (["lacking:slow"], "the module lacking imports no_such_package, which is not there Install the package"),
         (["broken:slow"], "the import of broken failed: ZeroDivisionError: division by zero"),
+        (["handlers:generates"], "without `yield`: no message would reach the code of generates Write `return`"),
+        (["handlers:generates_async"], "without `yield`: no message would reach the code of generates_async"),
         (["handlers:slow", "--lifespan", "handlers:slow"], "handlers:slow is not a function without arguments"),
         (["handlers:slow", "--lifespan", "handlers:no_context"], "the lifespan returns no context manager"),
         (["handlers:slow", "--lifespan", "handlers:lifespan_async"], "the lifespan is for asyncio"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,16 +23,23 @@ Listener = Callable[[Any, Message[Any]], object]
 
 def run(shop: Shop, topic: str, group: str, listener: Listener, *, is_aio: bool, **settings: Any) -> None:
     """Calls `run()` with a listener that gets the consumer, too."""
+    run_plainly(shop, topic, group, lambda consumer: partial(listener, consumer), is_aio=is_aio, **settings)
+
+
+def run_plainly(
+    shop: Shop, topic: str, group: str, listener_of: Callable[[Any], Any], *, is_aio: bool, **settings: Any
+) -> None:
+    """Calls `run()` with the listener that `listener_of(consumer)` returns."""
 
     async def run_aio() -> None:
         async with aio.Consumer(shop.cluster.zookeeper, topics=topic, group=group, idle_timeout_s=60) as consumer:
-            await consumer.run(lambda message: listener(consumer, message), **settings)
+            await consumer.run(listener_of(consumer), **settings)
 
     if is_aio:
         asyncio.run(run_aio())
         return
     with shop.consumer(topic, group, idle_timeout_s=60) as consumer:
-        consumer.run(lambda message: listener(consumer, message), **settings)
+        consumer.run(listener_of(consumer), **settings)
 
 
 @ORDERS
@@ -68,3 +76,25 @@ def test_another_config_error_is_one_of_the_message(shop: Shop, group: str) -> N
     run(shop, topic, group, refuse, is_aio=False, max_attempts=1)
     with shop.consumer(f"{group}.dead-letter") as letters:
         assert b"of the handler itself" in next(iter(letters)).headers["metamq-error"]
+
+
+def plain(_message: Message[Any]) -> Iterator[int]:
+    yield 1
+
+
+async def asynchronous(_message: Message[Any]) -> AsyncIterator[int]:
+    yield 1
+
+
+class Method:
+    def __call__(self, _message: Message[Any]) -> Iterator[int]:
+        yield 1
+
+
+@BOTH_APIS
+@pytest.mark.parametrize("generator", [plain, asynchronous, Method(), partial(plain)])
+def test_a_generator_is_refused_at_the_start(shop: Shop, group: str, is_aio: bool, generator: Any) -> None:
+    topic = shop.topic()
+
+    with pytest.raises(WrongType, match="without `yield`"):
+        run_plainly(shop, topic, group, lambda _consumer: generator, is_aio=is_aio)
