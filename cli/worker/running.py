@@ -70,18 +70,16 @@ class HandlerRun:
     def work(self) -> None:
         """Runs until a signal, the consumer's idle time-out, or an error. Raises Stopped after an early signal,
         KeyboardInterrupt after the second one, and the errors of the program and of the consumer."""
-        if not self.program.is_async:
-            self._in_threads()
-            return
         try:
-            asyncio.run(self._in_tasks())
-        except asyncio.CancelledError:
-            if not self.signals.asked:  # the handler has raised it
-                raise ConfigError(
-                    "the handler raised CancelledError, which ends the worker",
-                    hint="Catch it where the handler awaits a task that others cancel.",
-                ) from None
-            raise Stopped from None
+            asyncio.run(self._in_tasks()) if self.program.is_async else self._in_threads()
+        except (asyncio.CancelledError, SystemExit) as error:
+            places = getattr(error, "__notes__", [])
+            if isinstance(error, SystemExit):
+                if not places:
+                    raise
+            elif self.signals.asked:
+                raise Stopped from None
+            raise _ending_error(error, places) from error
 
     def _in_threads(self) -> None:
         from metamq import Consumer
@@ -146,6 +144,15 @@ class HandlerRun:
     def _ended(self) -> None:
         self.signals.stop = _do_nothing
         self.pages.ends()
+
+
+def _ending_error(error: BaseException, places: list[str]) -> ConfigError:
+    """Returns the error for a handler that raised what ends a program, at the place of its message."""
+    hint = "Catch it where the handler awaits a task that others cancel."
+    if isinstance(error, SystemExit):
+        hint = "Raise an Exception: then the message is tried again, and given up after the last attempt."
+    place = f"{places[0]}: " if places else ""
+    return ConfigError(f"{place}the handler raised {type(error).__name__}, which ends the worker", hint=hint)
 
 
 def _stop_if_open(consumer: Any) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from metamq.client.checks import awaitable_listener, check_seconds, check_whole, wrong_type
 from metamq.client.consumer.handler_figures import HandlerTimes
+from metamq.client.handling import current
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, DecodeError, HandlerTimeout
@@ -181,6 +182,7 @@ class ListenerRun(ABC):
                         continue
                     began_s = now_s()
                     in_flight.calling = began_s, message
+                    current.set(message)
                     try:  # a coroutine for each message would cost a fifth of the rate
                         outcome = self.listener(message)
                         if self._awaits and outcome is not None and inspect.isawaitable(outcome):
@@ -226,6 +228,7 @@ class ListenerRun(ABC):
         """Calls the listener once, and awaits its result. Raises its error."""
         with self._times(in_flight, message.offset) as times:
             began_s = time.monotonic()
+            current.set(message)
             try:
                 outcome = self.listener(message)
                 if self._awaits and inspect.isawaitable(outcome):

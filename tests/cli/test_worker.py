@@ -55,6 +55,12 @@ async def hangs_async(message):
 async def cancelled(message):
     raise asyncio.CancelledError
 
+def exits(message):
+    sys.exit(3)
+
+async def exits_async(message):
+    sys.exit(3)
+
 def typed(message):
     note(message.value.number + 1)
 
@@ -291,14 +297,26 @@ def test_decode_turns_bytes_into_values(running: Cluster, topic: str, folder: Pa
     assert (status, noted(folder)[-1]) == (0, "8"), talk
 
 
-def test_a_handler_that_hangs_or_is_cancelled(running: Cluster, topic: str, worker: Work) -> None:
+def test_a_handler_that_hangs(running: Cluster, topic: str, worker: Work) -> None:
     fill(running, topic, 1)
     limits = ("--handler-timeout", "100ms", "--max-attempts", 1, "--idle-timeout", "200ms")
     status, talk = ended(worker("hangs_async", *limits))
     assert (status, "HandlerTimeout" in talk) == (0, True), talk
+
+
+@pytest.mark.parametrize(
+    ("handler", "error"), [("cancelled", "CancelledError"), ("exits", "SystemExit"), ("exits_async", "SystemExit")]
+)
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_a_handler_that_ends_the_program(
+    running: Cluster, topic: str, worker: Work, metamq: Metamq, handler: str, error: str, order: str
+) -> None:
     fill(running, topic, 1)
-    status, talk = ended(worker("cancelled"))
-    assert (status, "the handler raised CancelledError" in talk) == (1, True), talk
+    status, talk = ended(worker(handler, "--order", order))
+    place = f"metamq: {topic}/0-0 offset 0"
+    assert (status, f"{place}: the handler raised {error}, which ends the worker" in talk) == (1, True), talk
+    assert "Traceback" not in talk
+    assert described(metamq, topic)["members"] == []  # it has left
 
 
 def test_a_typed_topic(running: Cluster, topic: str, folder: Path, process: Start) -> None:
