@@ -27,6 +27,8 @@ from metamq.cli.context import Globals
 from metamq.cli.show.output import say, silence_stdout
 from metamq.errors import ConnectError, MetamqError
 
+log = logging.getLogger("metamq.cli")
+
 OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 
 COMPLETION_VARIABLE = "_METAMQ_COMPLETE"
@@ -115,6 +117,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as end:
         return end.exit_code
     except click.ClickException as error:
+        if settings.logs_json:
+            log.error("%s", error.format_message())
+            return error.exit_code
         shown = io.StringIO()
         error.show(shown)
         say(shown.getvalue().rstrip())
@@ -125,9 +130,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         silence_stdout()
         return OK
     except OSError as error:
-        return report(_named(error), debug=settings.debug)
+        return report(_named(error), settings)
     except Exception as error:
-        return report(error, debug=settings.debug)
+        return report(error, settings)
 
 
 def _named(error: OSError) -> OSError:
@@ -141,12 +146,15 @@ def _named(error: OSError) -> OSError:
     return error
 
 
-def report(error: Exception, *, debug: bool) -> int:
-    """Prints each problem with its hint; returns the exit status."""
-    if debug:
+def report(error: Exception, settings: Globals) -> int:
+    """Prints each problem with its hint, or logs it if the command logs JSON; returns the exit status."""
+    if settings.debug and not settings.logs_json:
         traceback.print_exception(error)
     causes = list(dict.fromkeys(_causes(error)))
     for problem, hint in causes:
+        if settings.logs_json:
+            log.error("%s", problem, extra={"hint": hint}, exc_info=error if settings.debug else None)
+            continue
         say(f"metamq: {problem}")
         if hint:
             say(f"  {hint}")
@@ -169,5 +177,5 @@ def _causes(error: Exception) -> Iterator[tuple[str, str]]:
             where = f"{one.filename}: " if one.filename else ""
             yield f"{where}{one.strerror or one}", ""
         else:
-            logging.getLogger("metamq.cli").debug("unexpected", exc_info=one)
+            log.debug("unexpected", exc_info=one)
             yield f"internal error: {one!r}", "Run the command again with --debug, and report its output."

@@ -39,6 +39,8 @@ class Globals:
     root: str | None = None
     verbose: int = 0
     debug: bool = False
+    logs_json: bool = False
+    """True if each line on standard error is a JSON object, also that of an error which ends the command."""
 
     def choice(self, *, implicit: bool = True) -> Choice:
         """Returns the context that applies, see metamq.cli.contexts. Raises ConfigError."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
@@ -16,11 +18,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from metamq.cli.processes import Stopped
 from metamq.errors import ClosedError, ConfigError
+from metamq.words import count
 
 if TYPE_CHECKING:
     from metamq.cli.worker.pages import ProgramPages
     from metamq.cli.worker.program import Program
     from metamq.client.consumer.consumer_api import ConsumerApi
+
+log = logging.getLogger("metamq.cli")
 
 _CONTEXT_HINT = "Write @contextmanager above it, or @asynccontextmanager for an `async` one, and one `yield` in it."
 
@@ -135,6 +140,8 @@ class HandlerRun:
     def _opened(self, consumer: ConsumerApi[Any], stop: Callable[[], object]) -> None:
         def note_and_stop() -> None:
             self.pages.ends()
+            # A handler of signals must not write to a stream: it may have interrupted another write to it.
+            threading.Thread(target=_log_stopping, args=(consumer,), name="metamq-worker-stops").start()
             stop()
 
         self.signals.stop = note_and_stop
@@ -153,6 +160,11 @@ def _ending_error(error: BaseException, places: list[str]) -> ConfigError:
         hint = "Raise an Exception: then the message is tried again, and given up after the last attempt."
     place = f"{places[0]}: " if places else ""
     return ConfigError(f"{place}the handler raised {type(error).__name__}, which ends the worker", hint=hint)
+
+
+def _log_stopping(consumer: ConsumerApi[Any]) -> None:
+    running = sum(len(one.running) for one in consumer.health().partitions.values())
+    log.info("stopping: %s in progress", count(running, "message"))
 
 
 def _stop_if_open(consumer: Any) -> None:

@@ -137,6 +137,8 @@ def worker(handler: str, output: str, log_format: str, http_port: int, http_host
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # the lines of the user's own modules
     if log_format == "json":
         log_as_json(group=options["group"])
+        logging.captureWarnings(True)
+        current().logs_json = True
     with WorkerSignals() as signals, contextlib.suppress(Stopped), _serving(http_host, http_port) as (pages, port):
         work = _worker(handler, options, signals, pages, partial(_say_ready, output, handler, options, port))
         try:
@@ -146,6 +148,8 @@ def worker(handler: str, output: str, log_format: str, http_port: int, http_host
         except Exception as error:
             log.error("the worker ends: %s: %s", type(error).__name__, error, exc_info=error)
             return 1
+    if signals.asked:
+        log.info("stopped")
     return 0
 
 
@@ -202,6 +206,9 @@ def _say_ready(output: str, handler: str, options: dict[str, Any], port: int) ->
     group, topics = options["group"], list(options["topics"])
     if output == "json":
         print_json_line({"handler": handler, "group": group, "topics": topics, "http_port": port})
+        return
+    if current().logs_json:
+        log.info("%s works on %s", handler, ", ".join(topics), extra={"http_port": port})
         return
     where = f" The status port is {port}." if port >= 0 else ""
     say(f"{handler} works on {', '.join(topics)} in the group {group}.{where} Ctrl-C stops it.")

@@ -44,6 +44,11 @@ async def slow_async(message):
     await asyncio.sleep(0.01)
     note(message.value.decode())
 
+def slow_end(message):
+    note("begins")
+    while not os.path.exists("up"):
+        time.sleep(0.01)
+
 def hangs(message):
     note("hangs")
     gate.wait()
@@ -350,12 +355,45 @@ def test_a_commit_that_the_options_do_not_allow_is_no_dead_letter(
     assert metamq("topic", "describe", f"{topic}.dead-letter").status == 1  # it does not exist
 
 
-def test_its_log_lines_are_json(worker: Work) -> None:
-    status, talk = ended(worker("nothing", "--log-format", "json", "--idle-timeout", "200ms", "-o", "json"))
-    assert status == 0
-    lines = [json.loads(line) for line in talk.splitlines()]
-    assert ("handlers", "imported") in [(line["logger"], line["message"]) for line in lines]
+def json_lines(talk: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in talk.splitlines()]
+
+
+def test_its_log_lines_are_json(running: Cluster, topic: str, folder: Path, worker: Work) -> None:
+    fill(running, topic, 1)
+    one = worker("slow_end", "--log-format", "json")
+    wait_until(lambda: noted(folder) == ["begins"])
+    one.send_signal(signal.SIGTERM)
+    assert one.stderr is not None
+    lines = []
+    for line in one.stderr:
+        lines.append(json.loads(line))
+        if lines[-1]["message"] == "stopping: 1 message in progress":
+            (folder / "up").touch()
+    assert one.wait(60) == 0
+    said = [(line["logger"], line["message"]) for line in lines]
+    assert ("handlers", "imported") in said
+    assert ("metamq.cli", f"handlers:slow_end works on {topic}") in said
+    assert said[-1] == ("metamq.cli", "stopped")
     assert all("group" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["handlers:slow", "-t", "no-such-topic"], 1, "topic 'no-such-topic' does not exist"),
+        (["handlers:exits"], 1, "the handler raised SystemExit, which ends the worker"),
+        (["handlers:slow", "--zookeeper", "127.0.0.1:1"], 3, "no connection to ZooKeeper at 127.0.0.1:1"),
+    ],
+)
+def test_the_error_that_ends_it_is_json(
+    running: Cluster, folder: Path, topic: str, process: Start, arguments: list[str], status: int, says: str
+) -> None:
+    fill(running, topic, 1)
+    one = process("worker", *arguments, "-g", topic, "-t", topic, "--log-format", "json", cwd=folder)
+    found, talk = ended(one)
+    last = json_lines(talk)[-1]
+    assert (found, last["level"], says in last["message"]) == (status, "ERROR", True), talk
 
 
 @pytest.mark.parametrize(
