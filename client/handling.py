@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,3 +29,25 @@ def handling(processing: Processing | None) -> Iterator[None]:
         raise
     finally:
         current.set(None)
+
+
+class LogFilter(logging.Filter):
+    """Adds fields to the log records of a listener that `run()` calls: `topic`, `partition` and `offset` of its
+    message, and with metamq.otel the `trace_id` of the current trace, 32 hexadecimal digits. Thread-safe.
+
+        logging.getLogger().handlers[0].addFilter(metamq.LogFilter())
+
+    Add it to a handler of logging: the filter of a logger does not see the records of other loggers. Tasks and threads
+    that the listener starts with a copy of its context, as asyncio.to_thread() does, have the fields, too. A record
+    that has a `topic` already keeps its own fields.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Adds the fields, and returns True."""
+        message, fields = current.get(), record.__dict__
+        if message is not None:
+            if "topic" not in fields:
+                fields |= {"topic": message.topic, "partition": message.partition, "offset": message.offset}
+            if (reports := telemetry.current) is not None and (trace_id := reports.trace_id()):
+                fields["trace_id"] = trace_id
+        return True

@@ -27,6 +27,7 @@ from metamq.cli.worker.program import (
     load_topics,
 )
 from metamq.cli.worker.running import HandlerRun, WorkerSignals
+from metamq.client.handling import LogFilter
 from metamq.client.settings import CONFIG_FILE_VARIABLE, ROOT_VARIABLE, ZOOKEEPER_VARIABLE
 from metamq.errors import MetamqError
 from metamq.zk.names import check_topic
@@ -136,7 +137,7 @@ def worker(handler: str, output: str, log_format: str, http_port: int, http_host
     """  # fmt: skip
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # the lines of the user's own modules
     if log_format == "json":
-        log_as_json(group=options["group"])
+        log_as_json(LogFilter(), group=options["group"])
         logging.captureWarnings(True)
         current().logs_json = True
     with WorkerSignals() as signals, contextlib.suppress(Stopped), _serving(http_host, http_port) as (pages, port):

@@ -49,6 +49,13 @@ def slow_end(message):
     while not os.path.exists("up"):
         time.sleep(0.01)
 
+def logs(message):
+    logging.getLogger("shop").info("billed")
+
+async def logs_async(message):
+    await asyncio.sleep(0)
+    await asyncio.to_thread(logs, message)
+
 def hangs(message):
     note("hangs")
     gate.wait()
@@ -376,6 +383,22 @@ def test_its_log_lines_are_json(running: Cluster, topic: str, folder: Path, work
     assert ("metamq.cli", f"handlers:slow_end works on {topic}") in said
     assert said[-1] == ("metamq.cli", "stopped")
     assert all("group" in line for line in lines)
+
+
+@pytest.mark.parametrize("handler", ["logs", "logs_async"])
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_the_log_lines_of_a_handler_name_its_message(
+    running: Cluster, topic: str, worker: Work, handler: str, order: str
+) -> None:
+    fill(running, topic, 2)
+    options = ("--log-format", "json", "--order", order, "--idle-timeout", "500ms")
+    status, talk = ended(worker(handler, *options))
+    assert status == 0, talk
+    lines = [line for line in json_lines(talk) if line["logger"] == "shop"]
+    assert sorted((line["topic"], line["partition"], line["offset"]) for line in lines) == [
+        (topic, "0-0", 0),
+        (topic, "0-0", 1),
+    ]
 
 
 @pytest.mark.parametrize(
