@@ -25,7 +25,7 @@ import click
 from metamq.cli.command import Group
 from metamq.cli.context import Globals
 from metamq.cli.show.output import say, silence_stdout
-from metamq.errors import ConnectError, MetamqError
+from metamq.errors import ConfigError, ConnectError, MetamqError
 
 log = logging.getLogger("metamq.cli")
 
@@ -158,6 +158,8 @@ def report(error: Exception, settings: Globals) -> int:
         say(f"metamq: {problem}")
         if hint:
             say(f"  {hint}")
+    if settings.checking and isinstance(error, ConfigError):
+        return USAGE
     return UNREACHABLE if all(isinstance(one, ConnectError) for one in _flat(error)) else FAILED
 
 

@@ -82,14 +82,43 @@ def load_exceptions(paths: Sequence[str]) -> tuple[type[Exception], ...]:
     return tuple(found)
 
 
-def check_commits(path: str, program: Program, offsets: object, *, auto_commit: bool) -> None:
-    """Raises ConfigError unless the handler at the path can commit as the options ask for."""
+def load_others(decode: str | None, offsets: str | None) -> dict[str, Any]:
+    """Imports the arguments `decode` and `offsets` of the Consumer, if they are given. Raises as load()."""
+    found = {}
+    if decode is not None:
+        found["decode"] = load(decode)
+        if not callable(found["decode"]):
+            raise ConfigError(
+                f"--decode {decode} is a {_kind(found['decode'])}, not a function",
+                hint="Give a function of the bytes, as json:loads.",
+            )
+    if offsets is not None:
+        found["offsets"] = load(offsets)
+        if not hasattr(found["offsets"], "claimed"):
+            raise ConfigError(
+                f"--offsets {offsets} is a {_kind(found['offsets'])}",
+                hint="Give the path of a DatabaseOffsets or FileOffsets.",
+            )
+    return found
+
+
+def check_together(path: str, program: Program, consumer: dict[str, Any], run: dict[str, Any]) -> None:
+    """Raises ConfigError unless the options fit together, and the handler at the path fits them."""
+    auto_commit, is_database = consumer["auto_commit"], isinstance(consumer.get("offsets"), DatabaseOffsets)
+    if isinstance(consumer["topics"], Topic) and "decode" in consumer:
+        raise ConfigError("--topic is a Topic, which decodes the values", hint="Leave --decode out.")
+    if run["order"] == "key" and is_database and not auto_commit:
+        raise ConfigError(
+            "--order key does not work with --no-auto-commit and --offsets of a database: a transaction would commit "
+            "the offset of a message before unfinished ones",
+            hint="Leave --order key out, or --no-auto-commit.",
+        )
     if not auto_commit and not program.takes_consumer:
         raise ConfigError(
             f"{path} cannot commit, and --no-auto-commit leaves that to it",
             hint=f"Write `def {_name_in(path)}(message, consumer)`, and call consumer.commit(message).",
         )
-    if auto_commit and program.takes_consumer and isinstance(offsets, DatabaseOffsets):
+    if auto_commit and program.takes_consumer and is_database:
         raise ConfigError(
             f"--offsets is a database, and {path} gets the consumer, but the worker commits by itself",
             hint="Give --no-auto-commit, and call consumer.commit(message, connection=...). Or write "

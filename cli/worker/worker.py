@@ -20,9 +20,9 @@ from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.show.units import GROUP, Parsed, parse_ms
 from metamq.cli.worker.program import (
     SEPARATOR,
-    check_commits,
-    load,
+    check_together,
     load_exceptions,
+    load_others,
     load_program,
     load_topics,
 )
@@ -183,24 +183,28 @@ def _worker(
     if settings.config_file is not None:
         os.environ[CONFIG_FILE_VARIABLE] = settings.config_file
     sys.path.insert(0, os.getcwd())
+    settings.checking = True
     program = load_program(handler, options["lifespan"])
-    loaded = {name: load(options[name]) for name in ("decode", "offsets") if options[name] is not None}
-    check_commits(handler, program, loaded.get("offsets"), auto_commit=not options["no_auto_commit"])
+    consumer, run = _arguments(options)
+    check_together(handler, program, consumer, run)
+    settings.checking = False
+    return HandlerRun(program, consumer | settings.client(), run, signals, pages, ready).work
+
+
+def _arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arguments of the Consumer and of its run(). Raises ConfigError."""
     run = {name: options[name] for name in ("order", "concurrency", "max_attempts")}
     run |= {"retry_delay_s": options["retry_delay"], "retry_on": load_exceptions(options["retry_on"])}
-    run["handler_timeout_s"] = options["handler_timeout"]
+    run |= {"handler_timeout_s": options["handler_timeout"], "dead_letter": not options["no_dead_letter"]}
     consumer = {
         "topics": load_topics(options["topics"]),
         "group": options["group"],
         "start": options["start"],
         "auto_commit": not options["no_auto_commit"],
         "idle_timeout_s": options["idle_timeout"],
-        **loaded,
-        **settings.client(),
+        **load_others(options["decode"], options["offsets"]),
     }
-    return HandlerRun(
-        program, consumer, run | {"dead_letter": not options["no_dead_letter"]}, signals, pages, ready
-    ).work
+    return consumer, run
 
 
 def _say_ready(output: str, handler: str, options: dict[str, Any], port: int) -> None:

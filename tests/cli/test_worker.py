@@ -433,21 +433,58 @@ def test_the_error_that_ends_it_is_json(
         (["handlers:generates"], "without `yield`: no message would reach the code of generates Write `return`"),
         (["handlers:generates_async"], "without `yield`: no message would reach the code of generates_async"),
         (["handlers:slow", "--lifespan", "handlers:slow"], "handlers:slow is not a function without arguments"),
-        (["handlers:slow", "--lifespan", "handlers:no_context"], "the lifespan returns no context manager"),
-        (["handlers:slow", "--lifespan", "handlers:lifespan_async"], "the lifespan is for asyncio"),
         (["handlers:slow", "--retry-on", "handlers:three"], "--retry-on handlers:three is no class of exceptions"),
         (["handlers:slow", "-t", "handlers:three"], "handlers:three is a Topic, and there is another --topic"),
-        (["handlers:slow", "-t", "no-such-topic"], "no-such-topic"),
+        (
+            ["handlers:slow", "--decode", "handlers:three"],
+            "--decode handlers:three is a value of type int, not a functi",
+        ),
+        (
+            ["handlers:slow", "--offsets", "handlers:three"],
+            "--offsets handlers:three is a value of type int Give the p",
+        ),
+        (
+            ["handlers:commits", "--no-auto-commit", "--offsets", "handlers:offsets", "--order", "key"],
+            "--order key does not work with --no-auto-commit and --offsets of a database",
+        ),
         (["handlers:slow", "--no-auto-commit"], "handlers:slow cannot commit, and --no-auto-commit leaves that to it"),
         (["handlers:commits", "--offsets", "handlers:offsets"], "handlers:commits gets the consumer, but"),
+    ],
+)
+def test_wrong_options_name_the_wrong_thing_and_the_next_step(
+    folder: Path, topic: str, process: Start, arguments: list[str], says: str
+) -> None:
+    (folder / "lacking.py").write_text("import no_such_package")
+    (folder / "broken.py").write_text("1 / 0")
+    status, talk = ended(process("worker", *arguments, "-g", topic, "-t", topic, cwd=folder))
+    assert status == 2, talk
+    assert says in " ".join(talk.split())
+    assert "Traceback" not in talk
+    assert noted(folder) == []
+
+
+def test_a_typed_topic_has_no_other_decoding(folder: Path, topic: str, process: Start) -> None:
+    command = ("worker", "handlers:typed", "-g", topic, "-t", "handlers:orders", "--decode", "json:loads")
+    status, talk = ended(process(*command, cwd=folder))
+    assert (status, "--topic is a Topic, which decodes the values" in talk, "Leave --decode out" in talk) == (
+        2,
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["handlers:slow", "--lifespan", "handlers:no_context"], "the lifespan returns no context manager"),
+        (["handlers:slow", "--lifespan", "handlers:lifespan_async"], "the lifespan is for asyncio"),
+        (["handlers:slow", "-t", "no-such-topic"], "no-such-topic"),
         (["handlers:slow", "--handler-timeout", "1s"], "run: `handler_timeout_s` is only for asyncio"),
     ],
 )
 def test_errors_name_the_wrong_thing_and_the_next_step(
     folder: Path, topic: str, process: Start, arguments: list[str], says: str
 ) -> None:
-    (folder / "lacking.py").write_text("import no_such_package")
-    (folder / "broken.py").write_text("1 / 0")
     status, talk = ended(process("worker", *arguments, "-g", topic, "-t", topic, cwd=folder))
     assert status == 1, talk
     assert says in " ".join(talk.split())
