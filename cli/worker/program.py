@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import difflib
 import importlib
 import inspect
@@ -70,16 +71,34 @@ def load(path: str) -> Any:
 
 def load_exceptions(paths: Sequence[str]) -> tuple[type[Exception], ...]:
     """Imports classes of exceptions; a name without a module is one of Python's own. Raises as load()."""
-    found = []
-    for path in paths:
-        one = load(path if SEPARATOR in path else f"builtins:{path}")
-        if not isinstance(one, type) or not issubclass(one, Exception):
-            raise ConfigError(
-                f"--retry-on {path} is no class of exceptions",
-                hint="Give the errors of an outage, as psycopg:OperationalError or ConnectionError.",
-            )
-        found.append(one)
-    return tuple(found)
+    return tuple(map(_exception_at, paths))
+
+
+def _exception_at(path: str) -> type[Exception]:
+    module_name, _, name = path.rpartition(SEPARATOR)
+    module = _imported(module_name, path) if module_name else builtins
+    try:
+        found = attrgetter(name)(module)
+    except AttributeError:
+        near = difflib.get_close_matches(name, [one for one, value in vars(module).items() if _is_exception(value)], 1)
+        prefix = path.removesuffix(name)
+        guess = f"Did you mean {prefix}{near[0]}? " if near else ""
+        where = f"the module {module_name} has" if module_name else "Python has"
+        raise ConfigError(
+            f"--retry-on {path}: {where} no exception of this name",
+            hint=f"{guess}Write MODULE:CLASS, as sqlalchemy.exc:OperationalError.",
+        ) from None
+    if not _is_exception(found):
+        raise ConfigError(
+            f"--retry-on {path} is no class of exceptions",
+            hint="Give the errors of an outage, as psycopg:OperationalError or ConnectionError.",
+        )
+    kind: type[Exception] = found
+    return kind
+
+
+def _is_exception(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Exception)
 
 
 def load_others(decode: str | None, offsets: str | None) -> dict[str, Any]:

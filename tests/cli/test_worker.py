@@ -434,6 +434,16 @@ def test_the_error_that_ends_it_is_json(
         (["handlers:generates_async"], "without `yield`: no message would reach the code of generates_async"),
         (["handlers:slow", "--lifespan", "handlers:slow"], "handlers:slow is not a function without arguments"),
         (["handlers:slow", "--retry-on", "handlers:three"], "--retry-on handlers:three is no class of exceptions"),
+        (
+            ["handlers:slow", "--retry-on", "OperationalError"],
+            "--retry-on OperationalError: Python has no exception of this name Write MODULE:CLASS, as sqlalchemy.exc",
+        ),
+        (["handlers:slow", "--retry-on", "ConectionError"], "Did you mean ConnectionError? Write MODULE:CLASS"),
+        (
+            ["handlers:slow", "--retry-on", "sqlalchemy:OperationalError"],
+            "the module sqlalchemy has no exception of this name Write MODULE:CLASS, as sqlalchemy.exc",
+        ),
+        (["handlers:slow", "--retry-on", "handlers:Dow"], "Did you mean handlers:Down? Write MODULE:CLASS"),
         (["handlers:slow", "-t", "handlers:three"], "handlers:three is a Topic, and there is another --topic"),
         (
             ["handlers:slow", "--decode", "handlers:three"],
