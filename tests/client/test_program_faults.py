@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import Message, aio
+from metamq.client import handling as client_handling
 from metamq.errors import ConfigError, TopicNotFound, WrongType
 
 if TYPE_CHECKING:
@@ -98,3 +101,52 @@ def test_a_generator_is_refused_at_the_start(shop: Shop, group: str, is_aio: boo
 
     with pytest.raises(WrongType, match="without `yield`"):
         run_plainly(shop, topic, group, lambda _consumer: generator, is_aio=is_aio)
+
+
+@ORDERS
+@BOTH_APIS
+def test_an_outage_of_a_handler_is_one_warning_and_one_line_at_its_end(
+    shop: Shop,
+    group: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    order: Any,
+    is_aio: bool,
+) -> None:
+    monkeypatch.setattr(client_handling, "WARN_AFTER_S", 0.0)
+    caplog.set_level(logging.INFO, "metamq.client")
+    topic = shop.topic(2)
+    for partition in ("0-0", "0-1"):
+        shop.send(topic, [b"1"], partition)
+    calls: Counter[str] = Counter()
+
+    def handle(consumer: Any, message: Message[Any]) -> None:
+        calls[message.partition] += 1
+        if min(calls["0-0"], calls["0-1"]) < 5:
+            raise ConnectionError("the database is down")
+        if {"0-0", "0-1"} == ended | {message.partition}:
+            consumer.stop()
+        ended.add(message.partition)
+
+    ended: set[str] = set()
+    run(shop, topic, group, handle, is_aio=is_aio, order=order, retry_on=ConnectionError, retry_delay_s=0.001)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("handlers ")]
+    assert len(lines) == 2, lines
+    assert "the database is down" in lines[0]
+    assert lines[1].startswith("handlers do not fail any more")
+    assert [record.levelname for record in caplog.records if record.getMessage() in lines] == ["WARNING", "INFO"]
+
+
+def test_a_short_outage_is_no_warning(shop: Shop, group: str, caplog: pytest.LogCaptureFixture) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 1)
+    calls = []
+
+    def handle(consumer: Any, message: Message[Any]) -> None:
+        calls.append(message)
+        if len(calls) < 3:
+            raise ConnectionError("the database is down")
+        consumer.stop()
+
+    run(shop, topic, group, handle, is_aio=False, retry_on=ConnectionError, retry_delay_s=0.001)
+    assert "handlers" not in caplog.text
