@@ -150,3 +150,20 @@ def test_a_short_outage_is_no_warning(shop: Shop, group: str, caplog: pytest.Log
 
     run(shop, topic, group, handle, is_aio=False, retry_on=ConnectionError, retry_delay_s=0.001)
     assert "handlers" not in caplog.text
+
+
+def test_the_record_of_a_given_up_message_names_it(shop: Shop, group: str, caplog: pytest.LogCaptureFixture) -> None:
+    topic = shop.topic()
+    shop.producer.send(topic, b"1", key=b"customer-7").result(60)
+
+    def refuse(consumer: Any, _message: Message[Any]) -> object:
+        consumer.stop()
+        raise ValueError("no such customer")
+
+    run(shop, topic, group, refuse, is_aio=False, max_attempts=1)
+    (record,) = [record for record in caplog.records if "given up" in record.getMessage()]
+    assert record.getMessage() == f"{topic}/0-0 offset 0 given up after 1 attempt: ValueError('no such customer')"
+    fields = {name: getattr(record, name) for name in ("topic", "partition", "offset", "key", "error")}
+    error = "ValueError: no such customer"
+    assert fields == {"topic": topic, "partition": "0-0", "offset": 0, "key": "customer-7", "error": error}
+    assert record.exc_info is not None
