@@ -25,7 +25,9 @@ import click
 from metamq.cli.command import Group
 from metamq.cli.context import Globals
 from metamq.cli.show.output import say, silence_stdout
-from metamq.errors import ConnectError, MetamqError
+from metamq.errors import ConfigError, ConnectError, MetamqError
+
+log = logging.getLogger("metamq.cli")
 
 OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -115,6 +117,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as end:
         return end.exit_code
     except click.ClickException as error:
+        if settings.logs_json:
+            log.error("%s", error.format_message())
+            return error.exit_code
         shown = io.StringIO()
         error.show(shown)
         say(shown.getvalue().rstrip())
@@ -125,9 +130,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         silence_stdout()
         return OK
     except OSError as error:
-        return report(_named(error), debug=settings.debug)
+        return report(_named(error), settings)
     except Exception as error:
-        return report(error, debug=settings.debug)
+        return report(error, settings)
 
 
 def _named(error: OSError) -> OSError:
@@ -141,15 +146,20 @@ def _named(error: OSError) -> OSError:
     return error
 
 
-def report(error: Exception, *, debug: bool) -> int:
-    """Prints each problem with its hint; returns the exit status."""
-    if debug:
+def report(error: Exception, settings: Globals) -> int:
+    """Prints each problem with its hint, or logs it if the command logs JSON; returns the exit status."""
+    if settings.debug and not settings.logs_json:
         traceback.print_exception(error)
     causes = list(dict.fromkeys(_causes(error)))
     for problem, hint in causes:
+        if settings.logs_json:
+            log.error("%s", problem, extra={"hint": hint}, exc_info=error if settings.debug else None)
+            continue
         say(f"metamq: {problem}")
         if hint:
             say(f"  {hint}")
+    if settings.checking and isinstance(error, ConfigError):
+        return USAGE
     return UNREACHABLE if all(isinstance(one, ConnectError) for one in _flat(error)) else FAILED
 
 
@@ -169,5 +179,5 @@ def _causes(error: Exception) -> Iterator[tuple[str, str]]:
             where = f"{one.filename}: " if one.filename else ""
             yield f"{where}{one.strerror or one}", ""
         else:
-            logging.getLogger("metamq.cli").debug("unexpected", exc_info=one)
+            log.debug("unexpected", exc_info=one)
             yield f"internal error: {one!r}", "Run the command again with --debug, and report its output."

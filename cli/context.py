@@ -39,6 +39,10 @@ class Globals:
     root: str | None = None
     verbose: int = 0
     debug: bool = False
+    checking: bool = False
+    """True while a command checks its options: their errors end it with the status of wrong options."""
+    logs_json: bool = False
+    """True if each line on standard error is a JSON object, also that of an error which ends the command."""
 
     def choice(self, *, implicit: bool = True) -> Choice:
         """Returns the context that applies, see metamq.cli.contexts. Raises ConfigError."""

@@ -34,7 +34,9 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def log_as_json(**fields: Any) -> None:
-    """Formats all log lines from now on as JSON, with these fields in each."""
+def log_as_json(*filters: logging.Filter, **fields: Any) -> None:
+    """Formats all log lines from now on as JSON, with these fields in each, and those that the filters add."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonLines(**fields))
+        for one in filters:
+            handler.addFilter(one)

@@ -91,9 +91,15 @@ def partition_of(value: Any) -> TopicPartition:
 
 
 def check_listener(value: object) -> None:
-    """Raises WrongType unless run() can call the listener with a message."""
+    """Raises WrongType unless run() can call the listener with a message. The body of a generator would not run."""
     if not callable(value):
         raise wrong_type("`listener`", "a callable that takes a message", value)
+    kinds = inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if any(is_one(one) for is_one in kinds for one in (value, type(value).__call__)):
+        raise WrongType(
+            f"`listener` must be a function without `yield`: no message would reach the code of {_name_of(value)}",
+            hint="Write `return` for `yield`.",
+        )
 
 
 def check_plain_listener(value: object) -> None:
@@ -105,8 +111,11 @@ def check_plain_listener(value: object) -> None:
 
 def awaitable_listener(value: object) -> WrongType:
     """Returns the error for a coroutine function as the listener of the blocking run()."""
-    name = getattr(value, "__qualname__", None) or reprlib.repr(value)
     return WrongType(
-        f"`listener` must be a plain function: the blocking run() does not await the result of {name}",
+        f"`listener` must be a plain function: the blocking run() does not await the result of {_name_of(value)}",
         hint="Use metamq.aio.Consumer, which awaits its listener, or make it a function without `async`.",
     )
+
+
+def _name_of(function: object) -> str:
+    return getattr(function, "__qualname__", None) or reprlib.repr(function)

@@ -65,6 +65,10 @@ class Telemetry(Protocol):
         """Measures the call in the block, for example "commit". `messages`: those that it sends, by topic."""
         ...
 
+    def trace_id(self) -> str:
+        """Returns the id of the calling code's trace, in hexadecimal digits; "" without a trace."""
+        ...
+
 
 current: Telemetry | None = None
 NONE_SENT: Mapping[str, int] = MappingProxyType({})

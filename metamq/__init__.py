@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from metamq.client.consumer.health import ConsumerHealth as ConsumerHealth
     from metamq.client.consumer.retrying import Rollback as Rollback
     from metamq.client.fetch.message_batch import MessageBatch as MessageBatch
+    from metamq.client.handling import LogFilter as LogFilter
     from metamq.client.model import Message as Message
     from metamq.client.model import Receipt as Receipt
     from metamq.client.model import ReceiptRange as ReceiptRange
@@ -58,6 +59,7 @@ _HOME = {
     "FileOffsets": "metamq.client.offsets.offsets_file",
     "FlushEvery": "metamq.zk.cluster.topics",
     "LetterFilter": "metamq.tx.app.aio_dead_letters",
+    "LogFilter": "metamq.client.handling",
     "ManyDelivery": "metamq.client.producer.outgoing",
     "Message": "metamq.client.model",
     "MessageBatch": "metamq.client.fetch.message_batch",
@@ -86,6 +88,7 @@ __all__ = [
     "FileOffsets",
     "FlushEvery",
     "LetterFilter",
+    "LogFilter",
     "ManyDelivery",
     "Message",
     "MessageBatch",

@@ -154,6 +154,9 @@ class ProtocolError(MetamqError):
 class ConfigError(MetamqError):
     """A setting, a name or an argument is wrong."""
 
+    ends_run: bool = False
+    """True if the program is wrong, and not the message: a consumer's run() ends with it, and gives nothing up."""
+
 
 class WrongType(ConfigError, TypeError):
     """An argument has the wrong type."""

@@ -203,6 +203,10 @@ class _OpenTelemetry:
         )
         return _Processing(self, span, attributes)
 
+    def trace_id(self) -> str:
+        found = trace.get_current_span().get_span_context()
+        return trace.format_trace_id(found.trace_id) if found.is_valid else ""
+
     @contextmanager
     def operation(self, name: str, messages: Mapping[str, int]) -> Iterator[None]:
         # The name of a destination is only for operations whose messages all go there.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import difflib
 import importlib
 import inspect
@@ -11,6 +12,8 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from metamq.client.checks import check_listener
+from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.schemas.topic import Topic
 from metamq.errors import ConfigError, MetamqError
 
@@ -30,10 +33,11 @@ class Program(NamedTuple):
 
 
 def load_program(handler_path: str, lifespan_path: str | None) -> Program:
-    """Imports the functions. Raises ConfigError, and each MetamqError that an import raises."""
+    """Imports the functions. Raises ConfigError, WrongType, and each MetamqError that an import raises."""
     handler = load(handler_path)
     if not callable(handler) or isinstance(handler, type):
         raise ConfigError(f"{handler_path} is a {_kind(handler)}, not a function", hint=_handler_hint(handler_path))
+    check_listener(handler)
     lifespan = None if lifespan_path is None else load(lifespan_path)
     if lifespan_path is not None and not _takes(lifespan, 0):
         raise ConfigError(
@@ -67,16 +71,78 @@ def load(path: str) -> Any:
 
 def load_exceptions(paths: Sequence[str]) -> tuple[type[Exception], ...]:
     """Imports classes of exceptions; a name without a module is one of Python's own. Raises as load()."""
-    found = []
-    for path in paths:
-        one = load(path if SEPARATOR in path else f"builtins:{path}")
-        if not isinstance(one, type) or not issubclass(one, Exception):
+    return tuple(map(_exception_at, paths))
+
+
+def _exception_at(path: str) -> type[Exception]:
+    module_name, _, name = path.rpartition(SEPARATOR)
+    module = _imported(module_name, path) if module_name else builtins
+    try:
+        found = attrgetter(name)(module)
+    except AttributeError:
+        near = difflib.get_close_matches(name, [one for one, value in vars(module).items() if _is_exception(value)], 1)
+        prefix = path.removesuffix(name)
+        guess = f"Did you mean {prefix}{near[0]}? " if near else ""
+        where = f"the module {module_name} has" if module_name else "Python has"
+        raise ConfigError(
+            f"--retry-on {path}: {where} no exception of this name",
+            hint=f"{guess}Write MODULE:CLASS, as sqlalchemy.exc:OperationalError.",
+        ) from None
+    if not _is_exception(found):
+        raise ConfigError(
+            f"--retry-on {path} is no class of exceptions",
+            hint="Give the errors of an outage, as psycopg:OperationalError or ConnectionError.",
+        )
+    kind: type[Exception] = found
+    return kind
+
+
+def _is_exception(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Exception)
+
+
+def load_others(decode: str | None, offsets: str | None) -> dict[str, Any]:
+    """Imports the arguments `decode` and `offsets` of the Consumer, if they are given. Raises as load()."""
+    found = {}
+    if decode is not None:
+        found["decode"] = load(decode)
+        if not callable(found["decode"]):
             raise ConfigError(
-                f"--retry-on {path} is no class of exceptions",
-                hint="Give the errors of an outage, as psycopg:OperationalError or ConnectionError.",
+                f"--decode {decode} is a {_kind(found['decode'])}, not a function",
+                hint="Give a function of the bytes, as json:loads.",
             )
-        found.append(one)
-    return tuple(found)
+    if offsets is not None:
+        found["offsets"] = load(offsets)
+        if not hasattr(found["offsets"], "claimed"):
+            raise ConfigError(
+                f"--offsets {offsets} is a {_kind(found['offsets'])}",
+                hint="Give the path of a DatabaseOffsets or FileOffsets.",
+            )
+    return found
+
+
+def check_together(path: str, program: Program, consumer: dict[str, Any], run: dict[str, Any]) -> None:
+    """Raises ConfigError unless the options fit together, and the handler at the path fits them."""
+    auto_commit, is_database = consumer["auto_commit"], isinstance(consumer.get("offsets"), DatabaseOffsets)
+    if isinstance(consumer["topics"], Topic) and "decode" in consumer:
+        raise ConfigError("--topic is a Topic, which decodes the values", hint="Leave --decode out.")
+    if run["order"] == "key" and is_database and not auto_commit:
+        raise ConfigError(
+            "--order key does not work with --no-auto-commit and --offsets of a database: a transaction would commit "
+            "the offset of a message before unfinished ones",
+            hint="Leave --order key out, or --no-auto-commit.",
+        )
+    if not auto_commit and not program.takes_consumer:
+        raise ConfigError(
+            f"{path} cannot commit, and --no-auto-commit leaves that to it",
+            hint=f"Write `def {_name_in(path)}(message, consumer)`, and call consumer.commit(message).",
+        )
+    if auto_commit and program.takes_consumer and is_database:
+        raise ConfigError(
+            f"--offsets is a database, and {path} gets the consumer, but the worker commits by itself",
+            hint="Give --no-auto-commit, and call consumer.commit(message, connection=...). Or write "
+            f"`def {_name_in(path)}(message)`, which does not commit.",
+        )
 
 
 def load_topics(given: Sequence[str]) -> list[str] | Topic[Any]:
@@ -132,9 +198,13 @@ def _takes(function: Any, count: int) -> bool:
 
 
 def _handler_hint(path: str) -> str:
-    name = path.rpartition(SEPARATOR)[2]
-    name = name if name.isidentifier() else "handle"
+    name = _name_in(path)
     return f"Write `def {name}(message)`, or `def {name}(message, consumer)`; each may begin with `async`."
+
+
+def _name_in(path: str) -> str:
+    name = path.rpartition(SEPARATOR)[2]
+    return name if name.isidentifier() else "handle"
 
 
 def _kind(value: object) -> str:

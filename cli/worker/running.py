@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
@@ -16,11 +18,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from metamq.cli.processes import Stopped
 from metamq.errors import ClosedError, ConfigError
+from metamq.words import count
 
 if TYPE_CHECKING:
     from metamq.cli.worker.pages import ProgramPages
     from metamq.cli.worker.program import Program
     from metamq.client.consumer.consumer_api import ConsumerApi
+
+log = logging.getLogger("metamq.cli")
 
 _CONTEXT_HINT = "Write @contextmanager above it, or @asynccontextmanager for an `async` one, and one `yield` in it."
 
@@ -70,18 +75,16 @@ class HandlerRun:
     def work(self) -> None:
         """Runs until a signal, the consumer's idle time-out, or an error. Raises Stopped after an early signal,
         KeyboardInterrupt after the second one, and the errors of the program and of the consumer."""
-        if not self.program.is_async:
-            self._in_threads()
-            return
         try:
-            asyncio.run(self._in_tasks())
-        except asyncio.CancelledError:
-            if not self.signals.asked:  # the handler has raised it
-                raise ConfigError(
-                    "the handler raised CancelledError, which ends the worker",
-                    hint="Catch it where the handler awaits a task that others cancel.",
-                ) from None
-            raise Stopped from None
+            asyncio.run(self._in_tasks()) if self.program.is_async else self._in_threads()
+        except (asyncio.CancelledError, SystemExit) as error:
+            places = getattr(error, "__notes__", [])
+            if isinstance(error, SystemExit):
+                if not places:
+                    raise
+            elif self.signals.asked:
+                raise Stopped from None
+            raise _ending_error(error, places) from error
 
     def _in_threads(self) -> None:
         from metamq import Consumer
@@ -137,6 +140,8 @@ class HandlerRun:
     def _opened(self, consumer: ConsumerApi[Any], stop: Callable[[], object]) -> None:
         def note_and_stop() -> None:
             self.pages.ends()
+            # A handler of signals must not write to a stream: it may have interrupted another write to it.
+            threading.Thread(target=_log_stopping, args=(consumer,), name="metamq-worker-stops").start()
             stop()
 
         self.signals.stop = note_and_stop
@@ -146,6 +151,20 @@ class HandlerRun:
     def _ended(self) -> None:
         self.signals.stop = _do_nothing
         self.pages.ends()
+
+
+def _ending_error(error: BaseException, places: list[str]) -> ConfigError:
+    """Returns the error for a handler that raised what ends a program, at the place of its message."""
+    hint = "Catch it where the handler awaits a task that others cancel."
+    if isinstance(error, SystemExit):
+        hint = "Raise an Exception: then the message is tried again, and given up after the last attempt."
+    place = f"{places[0]}: " if places else ""
+    return ConfigError(f"{place}the handler raised {type(error).__name__}, which ends the worker", hint=hint)
+
+
+def _log_stopping(consumer: ConsumerApi[Any]) -> None:
+    running = sum(len(one.running) for one in consumer.health().partitions.values())
+    log.info("stopping: %s in progress", count(running, "message"))
 
 
 def _stop_if_open(consumer: Any) -> None:

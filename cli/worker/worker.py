@@ -18,10 +18,18 @@ from metamq.cli.json_log import log_as_json
 from metamq.cli.processes import Stopped
 from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.show.units import GROUP, Parsed, parse_ms
-from metamq.cli.worker.program import SEPARATOR, load, load_exceptions, load_program, load_topics
+from metamq.cli.worker.program import (
+    SEPARATOR,
+    check_together,
+    load_exceptions,
+    load_others,
+    load_program,
+    load_topics,
+)
 from metamq.cli.worker.running import HandlerRun, WorkerSignals
+from metamq.client.handling import LogFilter
 from metamq.client.settings import CONFIG_FILE_VARIABLE, ROOT_VARIABLE, ZOOKEEPER_VARIABLE
-from metamq.errors import ConfigError, MetamqError
+from metamq.errors import MetamqError
 from metamq.zk.names import check_topic
 
 if TYPE_CHECKING:
@@ -129,7 +137,9 @@ def worker(handler: str, output: str, log_format: str, http_port: int, http_host
     """  # fmt: skip
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # the lines of the user's own modules
     if log_format == "json":
-        log_as_json(group=options["group"])
+        log_as_json(LogFilter(), group=options["group"])
+        logging.captureWarnings(True)
+        current().logs_json = True
     with WorkerSignals() as signals, contextlib.suppress(Stopped), _serving(http_host, http_port) as (pages, port):
         work = _worker(handler, options, signals, pages, partial(_say_ready, output, handler, options, port))
         try:
@@ -139,6 +149,8 @@ def worker(handler: str, output: str, log_format: str, http_port: int, http_host
         except Exception as error:
             log.error("the worker ends: %s: %s", type(error).__name__, error, exc_info=error)
             return 1
+    if signals.asked:
+        log.info("stopped")
     return 0
 
 
@@ -171,34 +183,37 @@ def _worker(
     if settings.config_file is not None:
         os.environ[CONFIG_FILE_VARIABLE] = settings.config_file
     sys.path.insert(0, os.getcwd())
+    settings.checking = True
     program = load_program(handler, options["lifespan"])
-    if options["no_auto_commit"] and not program.takes_consumer:
-        name = handler.rpartition(SEPARATOR)[2]
-        raise ConfigError(
-            f"{handler} cannot commit, and --no-auto-commit leaves that to it",
-            hint=f"Write `def {name}(message, consumer)`, and call consumer.commit(message).",
-        )
+    consumer, run = _arguments(options)
+    check_together(handler, program, consumer, run)
+    settings.checking = False
+    return HandlerRun(program, consumer | settings.client(), run, signals, pages, ready).work
+
+
+def _arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arguments of the Consumer and of its run(). Raises ConfigError."""
     run = {name: options[name] for name in ("order", "concurrency", "max_attempts")}
     run |= {"retry_delay_s": options["retry_delay"], "retry_on": load_exceptions(options["retry_on"])}
-    run["handler_timeout_s"] = options["handler_timeout"]
+    run |= {"handler_timeout_s": options["handler_timeout"], "dead_letter": not options["no_dead_letter"]}
     consumer = {
         "topics": load_topics(options["topics"]),
         "group": options["group"],
         "start": options["start"],
         "auto_commit": not options["no_auto_commit"],
         "idle_timeout_s": options["idle_timeout"],
-        **{name: load(options[name]) for name in ("decode", "offsets") if options[name] is not None},
-        **settings.client(),
+        **load_others(options["decode"], options["offsets"]),
     }
-    return HandlerRun(
-        program, consumer, run | {"dead_letter": not options["no_dead_letter"]}, signals, pages, ready
-    ).work
+    return consumer, run
 
 
 def _say_ready(output: str, handler: str, options: dict[str, Any], port: int) -> None:
     group, topics = options["group"], list(options["topics"])
     if output == "json":
         print_json_line({"handler": handler, "group": group, "topics": topics, "http_port": port})
+        return
+    if current().logs_json:
+        log.info("%s works on %s", handler, ", ".join(topics), extra={"http_port": port})
         return
     where = f" The status port is {port}." if port >= 0 else ""
     say(f"{handler} works on {', '.join(topics)} in the group {group}.{where} Ctrl-C stops it.")

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from metamq.client.checks import check_callables, check_seconds, partition_of
-from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
+from metamq.client.consumer.consumer_api import ConsumerApi, Position, faults_of_the_program, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer.dead_letters import DeadLetters
 from metamq.client.consumer.key_order import KeyOrderTasks
@@ -157,6 +157,10 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         connection: a connection of psycopg.AsyncConnection, asyncpg, aiosqlite or SQLAlchemy's asyncio, or a blocking
         connection, which blocks this loop while its database works.
         """
+        with faults_of_the_program():
+            await self._commit(position, connection)
+
+    async def _commit(self, position: Position, connection: AnyConnection | None) -> None:
         self._core.check_usable()
         self._check_not_none(connection)
         await self._check_given(position)

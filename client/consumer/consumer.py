@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from metamq.client.background import at_once, background
 from metamq.client.checks import check_callables, check_seconds, not_picklable, partition_of
-from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
+from metamq.client.consumer.consumer_api import ConsumerApi, Position, faults_of_the_program, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer.dead_letters import DeadLetters
 from metamq.client.consumer.key_order import KeyOrderPool
@@ -200,6 +200,7 @@ class Consumer(ConsumerApi[T]):
             self._receiver.release(self._in_flight, last_done=is_handled or not self._in_flight.is_rejected)
             self._in_flight = None  # after release(): if a Ctrl-C interrupts that, the next call repeats it
 
+    @faults_of_the_program()
     def commit(self, position: Position = None, *, connection: BlockingConnection | None = NOT_GIVEN) -> None:
         """Commits offsets. Thread-safe.
 
@@ -304,8 +305,10 @@ class Consumer(ConsumerApi[T]):
         There is no `handler_timeout_s` here, since Python cannot stop a function in a thread: ConfigError. The health()
         of a partition names the message that is `running`, and how long.
 
-        Raises WrongType for a coroutine function, and if the listener returns an awaitable: run() does not await it,
-        and the message is not done. metamq.aio.Consumer awaits its listener.
+        A ConfigError of commit() in a listener ends run(): each message would fail. Nothing is given up.
+
+        Raises WrongType for a coroutine function or a generator function, and if the listener returns an awaitable:
+        run() does not await it, and the message is not done. metamq.aio.Consumer awaits its listener.
         """
         self._core.check_loop_may_begin()
         check_no_time_limit(handler_timeout_s)

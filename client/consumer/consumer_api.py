@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic
 
 from metamq.client.checks import check_whole, partition_of, wrong_type
@@ -20,7 +21,17 @@ if TYPE_CHECKING:
     from metamq.client.offsets.dbapi import Database
     from metamq.client.offsets.offsets import CommitRequest
 
-__all__ = ["ConsumerApi", "Position", "offsets_of", "partitions_of"]
+__all__ = ["ConsumerApi", "Position", "faults_of_the_program", "offsets_of", "partitions_of"]
+
+
+@contextmanager
+def faults_of_the_program() -> Iterator[None]:
+    """Marks a ConfigError of the consumer's own methods: in a listener it ends run(), as each message would fail."""
+    try:
+        yield
+    except ConfigError as error:
+        error.ends_run = True
+        raise
 
 
 def offsets_of(position: Position) -> dict[TopicPartition, int] | None:
@@ -79,12 +90,13 @@ class ConsumerApi(Generic[T]):
         if not isinstance(storage, DatabaseOffsets):
             raise ConfigError(
                 "commit(connection=...) needs offsets in a database",
-                hint="Give Consumer(offsets=DatabaseOffsets(...)).",
+                hint="Give Consumer(offsets=DatabaseOffsets(...), auto_commit=False), or --offsets and "
+                "--no-auto-commit to `metamq worker`.",
             )
         if self._core.plan.auto_commit:
             raise ConfigError(
                 "commit(connection=...) does not work with auto_commit, which may commit the same messages first",
-                hint="Give Consumer(auto_commit=False).",
+                hint="Give Consumer(auto_commit=False), or --no-auto-commit to `metamq worker`.",
             )
         return storage
 
@@ -106,7 +118,7 @@ class ConsumerApi(Generic[T]):
                 raise ConfigError(
                     "commit(connection=...) does not work in run(order='key'): the results of a message that is being "
                     "processed would be stored without its offset",
-                    hint="Use run(order='partition'), a loop or batches().",
+                    hint="Use run(order='partition'), a loop or batches(). `metamq worker` has --order partition.",
                 )
             everything.append(offset_write(state, request, position))
         await database.check_in_transaction()  # may wait: after the state at the time of the call was read

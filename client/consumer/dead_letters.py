@@ -64,13 +64,22 @@ class DeadLetters:
 
     async def send(self, message: Message[Any], value: bytes, error: Exception, attempts: int) -> None:
         """Sends a message and returns when it is stored. Raises the errors of a delivery."""
-        times = count(attempts, "attempt")
-        if isinstance(error, DecodeError):  # the value is at fault, and no code of the listener
-            log.warning("given up, to %s: %s", self.topic, error.problem)
-        else:
-            log.warning("given up after %s, to %s: %r", times, self.topic, message[:3], exc_info=error)
+        self._log(message, error, attempts)
         producer = await self._open()
         await producer.send(self.topic, value, message.key, dead_letter_headers(message, error, attempts))
+
+    def _log(self, message: Message[Any], error: Exception, attempts: int) -> None:
+        place, times = f"{message.topic}/{message.partition} offset {message.offset}", count(attempts, "attempt")
+        fields = {
+            **{name: getattr(message, name) for name in ("topic", "partition", "offset")},
+            "key": None if message.key is None else message.key.decode(errors="backslashreplace"),
+            "error": f"{type(error).__name__}: {error}",
+            "dead_letter_topic": self.topic,
+        }
+        if isinstance(error, DecodeError):  # the value is at fault, and no code of the listener
+            log.warning("given up after %s: %s", times, error.problem, extra=fields)
+        else:
+            log.warning("%s given up after %s: %r", place, times, error, exc_info=error, extra=fields)
 
     async def _open(self) -> BaseProducer[bytes]:
         async with self._opening:

@@ -17,6 +17,7 @@ from metamq.client import telemetry
 from metamq.client.background import at_once
 from metamq.client.consumer.listener import ListenerPool, ListenerTasks
 from metamq.client.fetch.key_window import KeyWindow
+from metamq.client.handling import handling
 
 if TYPE_CHECKING:
     from metamq.client.consumer.receivers import TaskReceiver, ThreadReceiver
@@ -141,7 +142,7 @@ class KeyOrderPool(ListenerPool):
     def _process(self, window: KeyWindow, message: Message[bytes]) -> Message[bytes] | None:
         done = False
         try:
-            with telemetry.active(window.processing_of(message.offset)):
+            with handling(window.processing_of(message.offset)):
                 done = at_once(self._handle_one(window, message))
         finally:
             following = self._windows.end(window, message, done=done)
@@ -184,7 +185,7 @@ class KeyOrderTasks(ListenerTasks):
             while following is not None and windows.begin(window, following):
                 done = False
                 try:
-                    with telemetry.active(window.processing_of(following.offset)):
+                    with handling(window.processing_of(following.offset)):
                         done = await self._handle_one(window, following)
                 finally:
                     following = windows.end(window, following, done=done)

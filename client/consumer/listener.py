@@ -12,10 +12,10 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from metamq.client import telemetry
 from metamq.client.background import at_once
 from metamq.client.checks import check_listener, check_plain_listener
 from metamq.client.consumer.retrying import POLL_S, ListenerRun
+from metamq.client.handling import handling
 
 if TYPE_CHECKING:
     from metamq.client.background import BackgroundLoop
@@ -89,7 +89,7 @@ class ListenerPool(ListenerRun):
             self._busy += 1
         done = False
         try:
-            with telemetry.active(in_flight.processing):
+            with handling(in_flight.processing):
                 done = at_once(self._handle_all(in_flight))
         finally:
             with self._busy_lock:
@@ -162,7 +162,7 @@ class ListenerTasks(ListenerRun):
     async def _handle(self, in_flight: InFlightBatch) -> None:
         done = False
         try:
-            with telemetry.active(in_flight.processing):
+            with handling(in_flight.processing):
                 done = await self._handle_all(in_flight)
         finally:
             self.receiver.release(in_flight, last_done=done)

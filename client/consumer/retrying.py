@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from metamq.client.checks import awaitable_listener, check_seconds, check_whole, wrong_type
 from metamq.client.consumer.handler_figures import HandlerTimes
+from metamq.client.handling import HandlerOutage, current
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, DecodeError, HandlerTimeout
@@ -133,6 +134,7 @@ class ListenerRun(ABC):
 
     def __post_init__(self) -> None:
         check_whole("concurrency", self.concurrency, 1)
+        self._outage = HandlerOutage()
 
     @abstractmethod
     async def _give_up(
@@ -181,6 +183,7 @@ class ListenerRun(ABC):
                         continue
                     began_s = now_s()
                     in_flight.calling = began_s, message
+                    current.set(message)
                     try:  # a coroutine for each message would cost a fifth of the rate
                         outcome = self.listener(message)
                         if self._awaits and outcome is not None and inspect.isawaitable(outcome):
@@ -226,6 +229,7 @@ class ListenerRun(ABC):
         """Calls the listener once, and awaits its result. Raises its error."""
         with self._times(in_flight, message.offset) as times:
             began_s = time.monotonic()
+            current.set(message)
             try:
                 outcome = self.listener(message)
                 if self._awaits and inspect.isawaitable(outcome):
@@ -243,11 +247,13 @@ class ListenerRun(ABC):
 
         `is_rejected`: the error is that of `decode=`, so the message is decoded again first.
         """
-        offset = message.offset
+        place, is_over = message[:3], False
         try:
-            return await self._try_until_over(in_flight, message, error, is_rejected=is_rejected)
+            is_over = await self._try_until_over(in_flight, message, error, is_rejected=is_rejected)
+            return is_over
         finally:
-            in_flight.retrying.pop(offset, None)
+            in_flight.retrying.pop(place[2], None)
+            self._outage.ended(place, done=is_over)
 
     async def _try_until_over(
         self, in_flight: InFlightBatch, message: Message[Any], error: Exception, *, is_rejected: bool
@@ -255,11 +261,15 @@ class ListenerRun(ABC):
         failed = outages = 0
         figures = self.receiver.handlers
         while True:
+            if isinstance(error, ConfigError) and error.ends_run:
+                raise error
             if not isinstance(error, Rollback):
                 figures.failed(message.topic)
             counts = self.policy.counts(error)
             failed += counts
             outages = 0 if counts else outages + 1
+            if outages and not isinstance(error, Rollback):
+                self._outage.failed(message, error)
             pause_s = self.policy.pause_after(error, failed, outages)
             in_flight.retrying[message.offset] = f"{type(error).__name__}: {error}"
             if (processing := in_flight.processing_of(message.offset)) is not None:

@@ -20,10 +20,10 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 MESSAGES = 400
 HANDLERS = """
-import asyncio, logging, os, sys, threading, time
+import asyncio, logging, os, sqlite3, sys, threading, time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from metamq import Producer, Topic
+from metamq import DatabaseOffsets, Producer, Topic
 
 logging.getLogger(__name__).info("imported")
 gate = threading.Event()
@@ -44,6 +44,18 @@ async def slow_async(message):
     await asyncio.sleep(0.01)
     note(message.value.decode())
 
+def slow_end(message):
+    note("begins")
+    while not os.path.exists("up"):
+        time.sleep(0.01)
+
+def logs(message):
+    logging.getLogger("shop").info("billed")
+
+async def logs_async(message):
+    await asyncio.sleep(0)
+    await asyncio.to_thread(logs, message)
+
 def hangs(message):
     note("hangs")
     gate.wait()
@@ -54,6 +66,12 @@ async def hangs_async(message):
 
 async def cancelled(message):
     raise asyncio.CancelledError
+
+def exits(message):
+    sys.exit(3)
+
+async def exits_async(message):
+    sys.exit(3)
 
 def typed(message):
     note(message.value.number + 1)
@@ -74,6 +92,15 @@ class Down(Exception):
 def commits(message, consumer):
     note(message.value.decode())
     consumer.commit(message)
+
+def commits_with_rows(message, consumer):
+    consumer.commit(message, connection=sqlite3.connect("rows"))
+
+def generates(message):
+    yield note("never")
+
+async def generates_async(message):
+    yield note("never")
 
 def nothing(message):
     pass
@@ -108,6 +135,7 @@ async def slow_start_async():
     yield
 
 orders = Topic("%(topic)s", Order)
+offsets = DatabaseOffsets(lambda: sqlite3.connect("rows"))
 three = 3
 """
 
@@ -281,14 +309,26 @@ def test_decode_turns_bytes_into_values(running: Cluster, topic: str, folder: Pa
     assert (status, noted(folder)[-1]) == (0, "8"), talk
 
 
-def test_a_handler_that_hangs_or_is_cancelled(running: Cluster, topic: str, worker: Work) -> None:
+def test_a_handler_that_hangs(running: Cluster, topic: str, worker: Work) -> None:
     fill(running, topic, 1)
     limits = ("--handler-timeout", "100ms", "--max-attempts", 1, "--idle-timeout", "200ms")
     status, talk = ended(worker("hangs_async", *limits))
     assert (status, "HandlerTimeout" in talk) == (0, True), talk
+
+
+@pytest.mark.parametrize(
+    ("handler", "error"), [("cancelled", "CancelledError"), ("exits", "SystemExit"), ("exits_async", "SystemExit")]
+)
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_a_handler_that_ends_the_program(
+    running: Cluster, topic: str, worker: Work, metamq: Metamq, handler: str, error: str, order: str
+) -> None:
     fill(running, topic, 1)
-    status, talk = ended(worker("cancelled"))
-    assert (status, "the handler raised CancelledError" in talk) == (1, True), talk
+    status, talk = ended(worker(handler, "--order", order))
+    place = f"metamq: {topic}/0-0 offset 0"
+    assert (status, f"{place}: the handler raised {error}, which ends the worker" in talk) == (1, True), talk
+    assert "Traceback" not in talk
+    assert described(metamq, topic)["members"] == []  # it has left
 
 
 def test_a_typed_topic(running: Cluster, topic: str, folder: Path, process: Start) -> None:
@@ -309,12 +349,74 @@ def test_a_handler_that_commits_gets_the_consumer(
     assert committed(metamq, topic) == 3
 
 
-def test_its_log_lines_are_json(worker: Work) -> None:
-    status, talk = ended(worker("nothing", "--log-format", "json", "--idle-timeout", "200ms", "-o", "json"))
-    assert status == 0
-    lines = [json.loads(line) for line in talk.splitlines()]
-    assert ("handlers", "imported") in [(line["logger"], line["message"]) for line in lines]
+@pytest.mark.parametrize("options", [[], ["--no-auto-commit"]])
+def test_a_commit_that_the_options_do_not_allow_is_no_dead_letter(
+    running: Cluster, topic: str, worker: Work, metamq: Metamq, options: list[str]
+) -> None:
+    fill(running, topic, 3)
+    status, talk = ended(worker("commits_with_rows", *options))
+    assert status == 1, talk
+    assert "commit(connection=...) needs offsets in a database" in talk
+    assert "--offsets and --no-auto-commit" in " ".join(talk.split())
+    assert "Traceback" not in talk
+    assert metamq("topic", "describe", f"{topic}.dead-letter").status == 1  # it does not exist
+
+
+def json_lines(talk: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in talk.splitlines()]
+
+
+def test_its_log_lines_are_json(running: Cluster, topic: str, folder: Path, worker: Work) -> None:
+    fill(running, topic, 1)
+    one = worker("slow_end", "--log-format", "json")
+    wait_until(lambda: noted(folder) == ["begins"])
+    one.send_signal(signal.SIGTERM)
+    assert one.stderr is not None
+    lines = []
+    for line in one.stderr:
+        lines.append(json.loads(line))
+        if lines[-1]["message"] == "stopping: 1 message in progress":
+            (folder / "up").touch()
+    assert one.wait(60) == 0
+    said = [(line["logger"], line["message"]) for line in lines]
+    assert ("handlers", "imported") in said
+    assert ("metamq.cli", f"handlers:slow_end works on {topic}") in said
+    assert said[-1] == ("metamq.cli", "stopped")
     assert all("group" in line for line in lines)
+
+
+@pytest.mark.parametrize("handler", ["logs", "logs_async"])
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_the_log_lines_of_a_handler_name_its_message(
+    running: Cluster, topic: str, worker: Work, handler: str, order: str
+) -> None:
+    fill(running, topic, 2)
+    options = ("--log-format", "json", "--order", order, "--idle-timeout", "500ms")
+    status, talk = ended(worker(handler, *options))
+    assert status == 0, talk
+    lines = [line for line in json_lines(talk) if line["logger"] == "shop"]
+    assert sorted((line["topic"], line["partition"], line["offset"]) for line in lines) == [
+        (topic, "0-0", 0),
+        (topic, "0-0", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["handlers:slow", "-t", "no-such-topic"], 1, "topic 'no-such-topic' does not exist"),
+        (["handlers:exits"], 1, "the handler raised SystemExit, which ends the worker"),
+        (["handlers:slow", "--zookeeper", "127.0.0.1:1"], 3, "no connection to ZooKeeper at 127.0.0.1:1"),
+    ],
+)
+def test_the_error_that_ends_it_is_json(
+    running: Cluster, folder: Path, topic: str, process: Start, arguments: list[str], status: int, says: str
+) -> None:
+    fill(running, topic, 1)
+    one = process("worker", *arguments, "-g", topic, "-t", topic, "--log-format", "json", cwd=folder)
+    found, talk = ended(one)
+    last = json_lines(talk)[-1]
+    assert (found, last["level"], says in last["message"]) == (status, "ERROR", True), talk
 
 
 @pytest.mark.parametrize(
@@ -328,21 +430,71 @@ def test_its_log_lines_are_json(worker: Work) -> None:
         (["handlers:lifespan"], "handlers:lifespan does not take one message"),
         (["lacking:slow"], "the module lacking imports no_such_package, which is not there Install the package"),
         (["broken:slow"], "the import of broken failed: ZeroDivisionError: division by zero"),
+        (["handlers:generates"], "without `yield`: no message would reach the code of generates Write `return`"),
+        (["handlers:generates_async"], "without `yield`: no message would reach the code of generates_async"),
         (["handlers:slow", "--lifespan", "handlers:slow"], "handlers:slow is not a function without arguments"),
+        (["handlers:slow", "--retry-on", "handlers:three"], "--retry-on handlers:three is no class of exceptions"),
+        (
+            ["handlers:slow", "--retry-on", "OperationalError"],
+            "--retry-on OperationalError: Python has no exception of this name Write MODULE:CLASS, as sqlalchemy.exc",
+        ),
+        (["handlers:slow", "--retry-on", "ConectionError"], "Did you mean ConnectionError? Write MODULE:CLASS"),
+        (
+            ["handlers:slow", "--retry-on", "sqlalchemy:OperationalError"],
+            "the module sqlalchemy has no exception of this name Write MODULE:CLASS, as sqlalchemy.exc",
+        ),
+        (["handlers:slow", "--retry-on", "handlers:Dow"], "Did you mean handlers:Down? Write MODULE:CLASS"),
+        (["handlers:slow", "-t", "handlers:three"], "handlers:three is a Topic, and there is another --topic"),
+        (
+            ["handlers:slow", "--decode", "handlers:three"],
+            "--decode handlers:three is a value of type int, not a functi",
+        ),
+        (
+            ["handlers:slow", "--offsets", "handlers:three"],
+            "--offsets handlers:three is a value of type int Give the p",
+        ),
+        (
+            ["handlers:commits", "--no-auto-commit", "--offsets", "handlers:offsets", "--order", "key"],
+            "--order key does not work with --no-auto-commit and --offsets of a database",
+        ),
+        (["handlers:slow", "--no-auto-commit"], "handlers:slow cannot commit, and --no-auto-commit leaves that to it"),
+        (["handlers:commits", "--offsets", "handlers:offsets"], "handlers:commits gets the consumer, but"),
+    ],
+)
+def test_wrong_options_name_the_wrong_thing_and_the_next_step(
+    folder: Path, topic: str, process: Start, arguments: list[str], says: str
+) -> None:
+    (folder / "lacking.py").write_text("import no_such_package")
+    (folder / "broken.py").write_text("1 / 0")
+    status, talk = ended(process("worker", *arguments, "-g", topic, "-t", topic, cwd=folder))
+    assert status == 2, talk
+    assert says in " ".join(talk.split())
+    assert "Traceback" not in talk
+    assert noted(folder) == []
+
+
+def test_a_typed_topic_has_no_other_decoding(folder: Path, topic: str, process: Start) -> None:
+    command = ("worker", "handlers:typed", "-g", topic, "-t", "handlers:orders", "--decode", "json:loads")
+    status, talk = ended(process(*command, cwd=folder))
+    assert (status, "--topic is a Topic, which decodes the values" in talk, "Leave --decode out" in talk) == (
+        2,
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
         (["handlers:slow", "--lifespan", "handlers:no_context"], "the lifespan returns no context manager"),
         (["handlers:slow", "--lifespan", "handlers:lifespan_async"], "the lifespan is for asyncio"),
-        (["handlers:slow", "--retry-on", "handlers:three"], "--retry-on handlers:three is no class of exceptions"),
-        (["handlers:slow", "-t", "handlers:three"], "handlers:three is a Topic, and there is another --topic"),
         (["handlers:slow", "-t", "no-such-topic"], "no-such-topic"),
-        (["handlers:slow", "--no-auto-commit"], "handlers:slow cannot commit, and --no-auto-commit leaves that to it"),
         (["handlers:slow", "--handler-timeout", "1s"], "run: `handler_timeout_s` is only for asyncio"),
     ],
 )
 def test_errors_name_the_wrong_thing_and_the_next_step(
     folder: Path, topic: str, process: Start, arguments: list[str], says: str
 ) -> None:
-    (folder / "lacking.py").write_text("import no_such_package")
-    (folder / "broken.py").write_text("1 / 0")
     status, talk = ended(process("worker", *arguments, "-g", topic, "-t", topic, cwd=folder))
     assert status == 1, talk
     assert says in " ".join(talk.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 from collections.abc import Iterator
 from itertools import islice
@@ -264,3 +265,32 @@ def test_off_is_off(shop: Shop) -> None:
     assert telemetry.current is None
     with pytest.raises(ConfigError, match=r"processing\(\) needs OpenTelemetry"), otel.processing(None):  # type: ignore[arg-type]
         pass
+
+
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_log_records_of_a_listener_name_its_message_and_trace(
+    shop: Shop, group: str, seen: Seen, caplog: pytest.LogCaptureFixture, request: Any, order: Any
+) -> None:
+    topic, log = shop.topic(), logging.getLogger("shop")
+    shop.numbers(topic, 2)
+    caplog.set_level(logging.INFO, "shop")
+    names_message = metamq.LogFilter()
+    caplog.handler.addFilter(names_message)
+    request.addfinalizer(lambda: caplog.handler.removeFilter(names_message))
+
+    def records() -> list[Any]:
+        return [record for record in caplog.records if record.name == "shop"]
+
+    def listen(message: metamq.Message[bytes]) -> None:
+        log.info("own fields", extra={"topic": "mine"}) if message.offset else log.info("billed")
+
+    with shop.consumer(topic, group, idle_timeout_s=0.3) as consumer:
+        run_until(lambda: len(records()) > 1, consumer, listen, order=order)
+        log.info("outside")
+
+    billed, outside, own = sorted(records(), key=logging.LogRecord.getMessage)
+    assert (billed.topic, billed.partition, billed.offset) == (topic, "0-0", 0)
+    (span, *_) = seen.spans(f"process {topic}")
+    assert billed.trace_id == own.trace_id == trace.format_trace_id(context_of(span).trace_id)
+    assert (own.topic, hasattr(own, "offset")) == ("mine", False)
+    assert not {"topic", "trace_id"} & set(vars(outside))
