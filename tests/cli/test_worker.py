@@ -20,7 +20,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 MESSAGES = 400
 HANDLERS = """
-import asyncio, logging, os, sys, threading, time
+import asyncio, logging, os, signal, sys, threading, time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from metamq import Producer, Topic
@@ -47,6 +47,10 @@ async def slow_async(message):
 def hangs(message):
     note("hangs")
     gate.wait()
+
+def hangs_with_the_signal(message):
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    hangs(message)
 
 async def hangs_async(message):
     note("hangs")
@@ -202,6 +206,16 @@ def test_a_second_signal_does_not_wait(
     assert described(metamq, topic)["members"] == []  # it has left
     status, talk = ended(worker("slow", "--idle-timeout", "500ms"))
     assert noted(folder) == ["hangs", "0"]  # the message was not done
+
+
+def test_a_signal_that_another_thread_takes_is_noticed(
+    running: Cluster, topic: str, folder: Path, worker: Work
+) -> None:
+    """The system may give it to any thread, and then does not wake the main one."""
+    fill(running, topic, 1)
+    one = worker("hangs_with_the_signal", "--http-port", "0", "-o", "json")
+    port = ready(one)["http_port"]
+    wait_until(lambda: http_get(port, "/readyz") == (503, "stopping\n"))
 
 
 @pytest.mark.parametrize(("handler", "lifespan"), [("nothing", "slow_start"), ("slow_async", "slow_start_async")])
