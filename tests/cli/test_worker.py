@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 from tests.parts import http_get, wait_until
 
 Metamq = Callable[..., Any]
@@ -247,6 +248,36 @@ def test_the_port_says_if_it_is_ready(running: Cluster, topic: str, folder: Path
     wait_until(lambda: http_get(port, "/readyz") == (200, "ready\n"))
     one.send_signal(signal.SIGTERM)
     wait_until(lambda: http_get(port, "/readyz") == (503, "stopping\n"))
+
+
+def test_a_handler_that_tries_again_leaves_the_worker_ready(
+    running: Cluster, topic: str, folder: Path, worker: Work
+) -> None:
+    fill(running, topic, 1)
+    options = ("--retry-on", "ConnectionError", "--retry-delay", "1ms")
+    port = ready(worker("outage", *options, "--http-port", "0", "-o", "json"))["http_port"]
+    wait_until(lambda: len(noted(folder)) > 2)
+    assert http_get(port, "/readyz") == (200, f"ready\n{topic}/0-0: the handler tries again: ConnectionError: down\n")
+
+
+@pytest.mark.slow
+def test_it_is_ready_while_another_broker_can_be_reached(folder: Path, process: Start) -> None:
+    with cluster(brokers=2) as two:
+        two.create_topic("orders", partitions=2)
+        command = ("worker", "handlers:slow", "-g", "g", "-t", "orders", "--http-port", "0", "-o", "json")
+        port = ready(process(*command, cwd=folder, env={"METAMQ_ZOOKEEPER": two.zookeeper}))["http_port"]
+        for broker in two.brokers:
+            fill(two, "orders", 10)
+            assert http_get(port, "/readyz") == (200, "ready\n")
+            broker.kill()
+            wait_until(lambda: f"orders/{broker.broker_id}-0: " in http_get(port, "/readyz")[1])  # noqa: B023
+            assert http_get(port, "/readyz")[0] == 200
+            broker.start()
+            wait_until(lambda: http_get(port, "/readyz") == (200, "ready\n"))
+        for broker in two.brokers:
+            broker.kill()
+        wait_until(lambda: http_get(port, "/readyz")[0] == 503)
+        assert "orders/0-0: " in http_get(port, "/readyz")[1]
 
 
 def test_a_taken_port_is_an_error(worker: Work, running: Cluster) -> None:
