@@ -87,6 +87,8 @@ def recover(database: str, grace_s: float, once: bool) -> None:
         if once:
             done = recoverer.run_once()
             print(f"{done.committed} committed, {done.rolled_back} rolled back, {done.left} left")
+            for problem in done.problems:
+                print(problem)
         else:
             recoverer.run(every_s=5)
 

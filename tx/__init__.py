@@ -11,7 +11,7 @@ from metamq.tx.database.coordinator import CoordinatedTransaction, Coordinator, 
 from metamq.tx.database.coordinator_core import Settled
 from metamq.tx.database.dbtx import create_outcome_table, dbtx
 from metamq.tx.database.manager import DataManager, Savepoint, join_transaction
-from metamq.tx.database.recoverer import Recovered, Recoverer
+from metamq.tx.database.recoverer import Recovered, Recoverer, RecoveryProblem
 from metamq.wire.xa import XACode, Xid
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Recovered",
     "RecoveredXid",
     "Recoverer",
+    "RecoveryProblem",
     "Savepoint",
     "Settled",
     "TpcConnection",

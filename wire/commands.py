@@ -342,6 +342,8 @@ class Branches(NamedTuple):
     after_epoch: int
     all: bool
     """True: also branches that are not prepared."""
+    of_others: bool = False
+    """True: an error if the client may not see which branches of others are prepared."""
 
 
 class BranchInfo(NamedTuple):

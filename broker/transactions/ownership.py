@@ -17,7 +17,7 @@ from metamq.wire.xa import Verb
 if TYPE_CHECKING:
     from metamq.broker.transactions.term import TransactionTerm, TxRequest
     from metamq.security.rights import Access
-    from metamq.wire.commands import Tx
+    from metamq.wire.commands import Branches, Tx
 
 OPERATORS_VERBS = frozenset({Verb.HEURISTIC_COMMIT, Verb.HEURISTIC_ROLLBACK})
 ENDS = frozenset({Verb.COMMIT, Verb.ROLLBACK, Verb.FORGET, Verb.RESOLVE})
@@ -31,6 +31,12 @@ def check_request(header: Tx, access: Access) -> None:
         access.check_cluster(RECOVER)
     for entry in header.entries:
         access.check_topic(WRITE, unpack(PutEntry, entry).topic)
+
+
+def check_list(query: Branches, access: Access) -> None:
+    """Raises NotAuthorized if the query is also for the branches of others, and the client does not see them."""
+    if query.of_others and not access.may_begin:
+        access.check_cluster(RECOVER)
 
 
 def check_arrival(term: TransactionTerm, work: TxRequest) -> None:

@@ -25,7 +25,7 @@ from metamq.broker.log_once import LogOnce
 from metamq.broker.transactions.branch_page import branch_page
 from metamq.broker.transactions.commits import CommitApplier, log_completed
 from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, Appender, Follower, JournalStore, Written, read_journal
-from metamq.broker.transactions.ownership import check_arrival, check_verb
+from metamq.broker.transactions.ownership import check_arrival, check_list, check_verb
 from metamq.broker.transactions.term import PROMISES, Figures, SessionConnection, TransactionTerm, TxRequest, check_tx
 from metamq.broker.transactions.upkeep import Guards, Upkeep
 from metamq.errors import (
@@ -502,9 +502,9 @@ class TransactionalCommandProcessor:
         return None
 
     def branches(self, request: Request, connection: SessionConnection) -> None:
-        """Answers a BRANCHES: a page of open branches. Raises Fenced."""
+        """Answers a BRANCHES: a page of open branches. Raises Fenced, NotAuthorized."""
         term = self._ready()
-        headers.unpack(Branches, request.header)
+        check_list(headers.unpack(Branches, request.header), connection.access)
         if term.is_settled:
             self._list_branches(term, request, connection)
         else:

@@ -129,7 +129,7 @@ class TransactionStory:
         except MetamqError:  # it looks again soon
             return False
         self._finished.update({"committed": done.committed, "rolled back": done.rolled_back})
-        return not done.left and not done.unreachable
+        return not done.left and not done.problems
 
     def _book(self, total: int, each: int) -> None:
         """Starts an application, and another one after each kill, until all flights are booked."""

@@ -12,7 +12,6 @@ from metamq.cli.context import current
 from metamq.cli.show import units
 from metamq.cli.show.output import TEXT_OR_JSON, YES, confirm, count, print_json, print_table, say, table_lines
 from metamq.client.admin.admin_core import WAIT_S
-from metamq.errors import PartitionNotFound
 from metamq.zk.names import check_node
 from metamq.zk.partitions import TopicPartition
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from metamq.client.admin.admin_model import PartitionTrim, TrimBefore
+    from metamq.client.admin.admin_model import PartitionTrim, TrimBefore, TrimPlace
 
 HEADINGS = ["PARTITION", "BEGINS AT", "WILL BEGIN AT", "MESSAGES", "ABOUT"]
 
@@ -63,27 +62,24 @@ def trim(
     if [before_offset is not None, before_time is not None, to_end].count(True) != 1:
         raise click.UsageError("give one of --before-offset, --before-time and --to-end")
     topic, partition = target
-    before: TrimBefore = "latest" if before_time is None else before_time
-    if before_offset is not None:
-        before = before_offset if partition is None else {TopicPartition(topic, partition): before_offset}
+    place: TrimPlace = "latest" if before_time is None else before_time
+    place = place if before_offset is None else before_offset
+    before: TrimBefore = place if partition is None else {TopicPartition(topic, partition): place}
     with current().admin() as admin:
         plans = admin.trim(topic, before, dry_run=True)
-        chosen = [plan for plan in plans if partition in (None, plan.partition)]
-        if partition is not None and not chosen:
-            raise PartitionNotFound(topic, partition, tuple(plan.partition for plan in plans))
         if not dry_run:
-            confirm([*table_lines(HEADINGS, _rows(chosen)), _summary(topic, chosen)], yes=yes)
+            confirm([*table_lines(HEADINGS, _rows(plans)), _summary(topic, plans)], yes=yes)
             # One call: all deletions are stored before the wait for the first replica.
-            offsets = {TopicPartition(topic, plan.partition): plan.begin for plan in chosen}
-            say(f"Deleting in {count(len(chosen), 'partition')}, and waiting for the replicas.")
-            chosen = list(admin.trim(topic, offsets, timeout_s=wait_ms / 1000))
+            offsets = {TopicPartition(topic, plan.partition): plan.begin for plan in plans}
+            say(f"Deleting in {count(len(plans), 'partition')}, and waiting for the replicas.")
+            plans = admin.trim(topic, offsets, timeout_s=wait_ms / 1000)
     if output == "json":
-        print_json([asdict(plan) for plan in chosen])
+        print_json([asdict(plan) for plan in plans])
     elif dry_run:
-        print_table(HEADINGS, _rows(chosen))
-        say(_summary(topic, chosen))
+        print_table(HEADINGS, _rows(plans))
+        say(_summary(topic, plans))
     else:
-        _report(topic, chosen)
+        _report(topic, plans)
 
 
 def _rows(plans: Sequence[PartitionTrim]) -> list[list[object]]:

@@ -29,7 +29,7 @@ class RecoveryState:
     """The state of the service, for its pages. Any thread may read it."""
 
     def __init__(self) -> None:
-        self.problem = "no pass has ended yet"
+        self._problems = ["no pass has ended yet"]
         """Empty after a good pass."""
         self._began: float | None = None
 
@@ -39,22 +39,21 @@ class RecoveryState:
         try:
             done = recoverer.run_once()
         except MetamqError as error:
-            self.note(error.problem, error.hint)
+            self.note([str(error)])
             return None
         finally:
             self._began = None
-        self.note(_unreachable(done) if done.unreachable else "")
+        self.note([str(one) for one in done.problems])
         return done
 
-    def note(self, problem: str, hint: str = "") -> None:
-        """Prints a new problem, and its end."""
-        if problem and problem != self.problem:
-            say(f"Recovery will be tried again: {problem}")
-            if hint:
-                say(f"  {hint}")
-        elif not problem and self.problem:
+    def note(self, problems: list[str]) -> None:
+        """Prints the problems that are new, and their end."""
+        for problem in problems:
+            if problem not in self._problems:
+                say(f"Recovery will be tried again: {problem}")
+        if self._problems and not problems:
             say("Recovery works.")
-        self.problem = problem
+        self._problems = problems
 
     def page(self, path: str) -> tuple[bool, str] | None:
         """Returns if the service is ready, or healthy, and the reason; None: there is no such page."""
@@ -63,7 +62,8 @@ class RecoveryState:
         if path == "/healthz":
             return not is_hung, f"a pass takes more than {HUNG_S:g} s" if is_hung else "healthy"
         if path == "/readyz":
-            return not (is_hung or self.problem), self.problem or ("a pass hangs" if is_hung else "ready")
+            problems = [*self._problems, *(["a pass hangs"] if is_hung else [])]
+            return not problems, "\n".join(problems) or "ready"
         return None
 
     def respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -74,11 +74,6 @@ class RecoveryState:
         if found is None:
             return Page.text(MISSING, "/healthz and /readyz are here.").send(start_response)
         return Page.text(GOOD if found[0] else BAD, found[1]).send(start_response)
-
-
-def _unreachable(done: Recovered) -> str:
-    names = ", ".join(f"broker {number}" for number in done.unreachable)
-    return f"no answer from {names}, where prepared branches may wait"
 
 
 @click.command(cls=CliCommand)
@@ -109,8 +104,9 @@ def recover(
 ) -> int:
     """End the branches that crashed `dbtx` processes left, as the database has decided.
 
-    If the database has no decision, the branch is rolled back. Without --every it makes one pass, and ends with status
-    1 if a broker does not answer. With -o json the service prints one line with its port.
+    If the database has no decision, the branch is rolled back. To end branches that another user began, it needs the
+    right `recover cluster`. Without --every it makes one pass: the status is 1 if branches wait for that right, or for
+    a broker that refuses or does not answer. With -o json the service prints one line with its port.
 
     \b
     metamq tx recover --database sqlite:///shop.db
@@ -132,12 +128,13 @@ def recover(
     with Recoverer(connect, **given, **current().client()) as one:
         done = one.run_once()
     if output == "json":
-        print_json(done._asdict())
+        problems = [one._asdict() | {"xids": [str(xid) for xid in one.xids]} for one in done.problems]
+        print_json(done._asdict() | {"problems": problems})
     else:
         say(f"{done.committed} committed, {done.rolled_back} rolled back, {done.left} left.")
-    if done.unreachable:
-        say(f"{_unreachable(done).capitalize()}.")
-    return 1 if done.unreachable else 0
+    for problem in map(str, done.problems):
+        say(problem[0].upper() + problem[1:])
+    return 1 if done.problems else 0
 
 
 class _StopSignals:

@@ -42,16 +42,14 @@ class ProgramPages:
         return (page() if page is not None else NO_PAGE).send(start_response)
 
     def _readiness(self) -> Page:
-        problem = self._problem()
-        return Page.text(BAD if problem else GOOD, problem or "ready")
-
-    def _problem(self) -> str:
+        """Partitions without progress are only named while others have some: a rollout must not wait for them."""
         if self._reason or self._consumer is None:
-            return self._reason
+            return Page.text(BAD, self._reason)
         health = self._consumer.health()
-        if not health.delivering:
-            return "ZooKeeper does not answer"
+        if health.obstacle:
+            return Page.text(BAD, health.obstacle)
+        lines = ["ready"]
         for tp, one in health.partitions.items():
-            if one.last_error:
-                return f"{tp.topic}/{tp.partition}: {one.last_error}"
-        return ""
+            lines += [f"{tp}: {one.last_error}"] if one.last_error else []
+            lines += [f"{tp}: the handler tries again: {one.handler_error}"] if one.handler_error else []
+        return Page.text(GOOD, "\n".join(lines))

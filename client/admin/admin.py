@@ -182,8 +182,8 @@ class Admin:
     ) -> tuple[PartitionTrim, ...]:
         """Deletes the messages before an offset, at once, on every replica. Returns the effect on each partition.
 
-        `before`: an offset for every partition, {TopicPartition: offset} for some, an aware datetime (the first message
-        at or after it, or the end), or "latest": all messages. `dry_run` changes nothing.
+        `before`: an offset, an aware datetime (the first message at or after it, or the end), or "latest": all
+        messages. {TopicPartition: one of these} is for some partitions. `dry_run` changes nothing.
 
         Readers of a deleted message get OffsetOutOfRange, as after retention. The call waits until the messages are
         gone from the disk of each running replica. Others remove them when they start. Messages that share a batch with
@@ -237,8 +237,8 @@ class Admin:
     ) -> tuple[OffsetReset, ...]:
         """Sets the offsets at which a group continues in a topic. Returns each partition's offset before and after.
 
-        `to`: "earliest", "latest", an aware datetime (the first message at or after it, or the end), an offset for
-        every partition, or {TopicPartition: offset} for some. `dry_run` changes nothing. `offsets`: the storage of a
+        `to`: "earliest", "latest", an aware datetime (the first message at or after it, or the end), or an offset.
+        {TopicPartition: one of these} is for some partitions. `dry_run` changes nothing. `offsets`: the storage of a
         group that keeps its offsets in a database, as its consumers have it. The call then waits until the last owner's
         open transaction ends. After an error some partitions may be set: repeat the call.
 

@@ -25,6 +25,7 @@ from metamq.client.admin.admin_model import (
     MemberDescription,
     OffsetChange,
     OffsetReset,
+    Place,
     ResetTo,
 )
 from metamq.client.admin.admin_topics import read_configs
@@ -490,14 +491,14 @@ async def find_offsets(cluster: ClusterClient, topic: str, at: ResetTo) -> dict[
 
 async def _targets(cluster: ClusterClient, config: TopicConfig, to: ResetTo) -> dict[TopicPartition, tuple[int, int]]:
     """Returns partition -> (offset, master's epoch). Raises OffsetOutOfRange, PartitionNotFound, ConnectError."""
-    wanted = wanted_offsets(config, to)
-    found = await ask_offsets(cluster, {tp: (config.id, question(to)) for tp in wanted})
+    wanted = wanted_places(config, to)
+    found = await ask_offsets(cluster, {tp: (config.id, question(place)) for tp, place in wanted.items()})
     targets = {}
-    for tp, explicit in wanted.items():
+    for tp, place in wanted.items():
         answer = found[tp]
         if isinstance(answer, MetamqError):
             raise answer
-        offset = answer.offset if explicit is None else explicit
+        offset = place if isinstance(place, int) else answer.offset
         if not answer.start_offset <= offset <= answer.stable_offset:
             error = OffsetOutOfRange(str(tp), offset, answer.start_offset, answer.stable_offset)
             error.hint = "Give an offset among these, 'earliest', 'latest' or a time."
@@ -506,31 +507,31 @@ async def _targets(cluster: ClusterClient, config: TopicConfig, to: ResetTo) -> 
     return targets
 
 
-def wanted_offsets(config: TopicConfig, to: ResetTo) -> dict[TopicPartition, int | None]:
-    """Returns the chosen partitions, with their offsets if these are given. Raises ConfigError, PartitionNotFound."""
-    if isinstance(to, int) and not isinstance(to, bool):
-        return dict.fromkeys(config.topic_partitions, to)
-    if isinstance(to, datetime) and to.tzinfo is not None:
-        return dict.fromkeys(config.topic_partitions)
-    if isinstance(to, str) and to in ("earliest", "latest"):
-        return dict.fromkeys(config.topic_partitions)
+def wanted_places(config: TopicConfig, to: ResetTo) -> dict[TopicPartition, Place]:
+    """Returns the chosen partitions with their places. Raises ConfigError, PartitionNotFound."""
     if not isinstance(to, Mapping):
-        raise ConfigError(
-            f"`to` is {to!r}",
-            hint="Give 'earliest', 'latest', an aware datetime, an offset, or {TopicPartition: offset}.",
-        )
-    wanted: dict[TopicPartition, int | None] = {}
-    for key, offset in to.items():
+        if not _is_place(to):
+            hint = "Give 'earliest', 'latest', an aware datetime, an offset, or {TopicPartition: one of these}."
+            raise ConfigError(f"`to` is {to!r}", hint=hint)
+        return dict.fromkeys(config.topic_partitions, to)
+    wanted: dict[TopicPartition, Place] = {}
+    for key, place in to.items():
         tp = partition_of(key)
         if tp not in config.topic_partitions:
             raise PartitionNotFound(tp.topic, tp.partition, tuple(config.partition_names))
-        if not is_whole(offset):
-            raise wrong_type(f"the offset of {tp}", "a whole number", offset)
-        wanted[tp] = offset
+        if not _is_place(place):
+            raise wrong_type(f"the offset of {tp}", "a whole number, 'earliest', 'latest' or an aware datetime", place)
+        wanted[tp] = place
     return wanted
 
 
-def question(to: ResetTo) -> int:
+def _is_place(value: object) -> bool:
+    if isinstance(value, datetime):
+        return value.tzinfo is not None
+    return is_whole(value) or (isinstance(value, str) and value in ("earliest", "latest"))
+
+
+def question(to: Place) -> int:
     """Returns the time to ask for in an OFFSETS."""
     if isinstance(to, datetime):
         return requested_time_us(to)

@@ -12,10 +12,12 @@ from metamq.errors import MetamqError
 from metamq.zk.cluster.topics import Flush, TopicConfig
 from metamq.zk.partitions import TopicPartition
 
-TrimBefore = Literal["latest"] | datetime | int | Mapping[TopicPartition, int]
-ResetTo = Literal["earliest", "latest"] | datetime | int | Mapping[TopicPartition, int]
-"""The target of `reset_offsets`: an end of the log, the first message at or after an aware time, one offset for every
-partition, or an offset for each of some partitions."""
+Place = Literal["earliest", "latest"] | datetime | int
+"""A place in a partition: an end of the log, the first message at or after an aware time, or an offset."""
+ResetTo = Place | Mapping[TopicPartition, Place]
+"""The target of `reset_offsets`: a place in every partition, or one for each of some partitions."""
+TrimPlace = Literal["latest"] | datetime | int
+TrimBefore = TrimPlace | Mapping[TopicPartition, TrimPlace]
 
 
 class TopicSettings(TypedDict, total=False):

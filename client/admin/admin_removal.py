@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from metamq.client.admin.admin_brokers import ask_offsets, children, partition_statistics
-from metamq.client.admin.admin_groups import question, wanted_offsets
+from metamq.client.admin.admin_groups import question, wanted_places
 from metamq.client.admin.admin_model import PartitionTrim, RemovalPlan
 from metamq.client.admin.admin_topics import wait_for
 from metamq.client.checks import check_seconds
@@ -321,17 +321,18 @@ async def _plan_trims(
     cluster: ClusterClient, config: TopicConfig, before: TrimBefore
 ) -> dict[TopicPartition, tuple[PartitionTrim, Trim]]:
     """Returns the effect on each partition. Raises OffsetOutOfRange, PartitionNotFound, ConnectError, ConfigError."""
-    if before == "earliest":
+    wanted = wanted_places(config, before)
+    if "earliest" in wanted.values():
         raise ConfigError("`before` is 'earliest'", hint="Give 'latest', an aware datetime, or offsets.")
-    wanted = wanted_offsets(config, before)
-    found = await ask_offsets(cluster, {tp: (config.id, question(before)) for tp in wanted})
+    found = await ask_offsets(cluster, {tp: (config.id, question(place)) for tp, place in wanted.items()})
     figures = await partition_statistics(cluster, sorted({parse_partition(tp.partition)[0] for tp in wanted}))
     planned = {}
-    for tp, explicit in wanted.items():
+    for tp, place in wanted.items():
         answer = found[tp]
         if isinstance(answer, MetamqError):
             raise answer
-        offset, start, end = answer.offset if explicit is None else explicit, answer.start_offset, answer.stable_offset
+        offset = place if isinstance(place, int) else answer.offset
+        start, end = answer.start_offset, answer.stable_offset
         if not 0 <= offset <= end:
             error = OffsetOutOfRange(str(tp), offset, start, end)
             error.hint = f"Give an offset up to {end:,}, a time or 'latest'."

@@ -62,6 +62,18 @@ class ConsumerHealth:
     handlers: Mapping[str, HandlerHealth]
     """The handlers of `run()`, by topic."""
 
+    @property
+    def obstacle(self) -> str:
+        """The reason that no message can arrive, or "". It is for readiness: a handler that tries a message again is no
+        obstacle, nor is a partition that cannot be fetched while others can."""
+        if not self.delivering:
+            return "ZooKeeper does not answer"
+        if self.group is not None and self.group.state in ("joining", "failed"):
+            return f"the consumer is {self.group.state} in its group: {self.group.last_error or 'no answer yet'}"
+        wanted = [(tp, one.last_error) for tp, one in self.partitions.items() if not one.paused]
+        is_cut_off = wanted and all(error for _tp, error in wanted)
+        return "{}: {}".format(*wanted[0]) if is_cut_off else ""
+
 
 def health_of(state: PartitionState, last_error: str) -> PartitionHealth:
     """Returns the state of one partition. The caller holds the inbox's lock."""

@@ -54,7 +54,8 @@ class ListenerPool(ListenerRun):
             for thread in self._threads:
                 thread.start()
             for _ in self._threads:
-                self._ended.acquire()
+                while not self._ended.acquire(timeout=POLL_S):
+                    pass  # here a signal is noticed that the system has given to another thread
         except BaseException:
             self._end()
             for thread in self._threads:

@@ -248,17 +248,21 @@ class TxClient:
                 raise self._given_up(branch, error, sure=False) from None
             await asyncio.sleep(RETRY_S)
 
-    async def branches(self, broker_id: int, *, all_of_them: bool = False) -> list[BranchDescription]:
+    async def branches(
+        self, broker_id: int, *, all_of_them: bool = False, of_others: bool = False
+    ) -> list[BranchDescription]:
         """Returns the branches of a broker that are prepared, or finished by an operator; with `all_of_them`, all
         branches.
 
         Raises ConnectError, Fenced or Timeout: then the branches are unknown, which does not mean that there are none.
+        With `of_others` raises NotAuthorized if the broker would leave out the prepared branches of other principals.
         """
         found: list[BranchDescription] = []
         after, more = 0, True
         while more:
             connection = await self._cluster.connection(broker_id)
-            packed = await connection.request(Command.BRANCHES, Branches(after, all_of_them), timeout_s=ANSWER_S)
+            query = Branches(after, all_of_them, of_others)
+            packed = await connection.request(Command.BRANCHES, query, timeout_s=ANSWER_S)
             reply = BranchesReply(*packed[: len(BranchesReply._fields)])
             for one in reply.branches:
                 info = BranchInfo(*one[: len(BranchInfo._fields)])

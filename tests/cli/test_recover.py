@@ -76,8 +76,22 @@ def test_one_pass(metamq: Metamq, running: Cluster, topic: str, file: Path) -> N
     (branch, _other) = metamq("tx", "list", "-o", "json").json
     assert "Run `metamq tx recover`" in metamq("tx", "show", branch["xid"]).talk
     done = metamq(*recover, "--grace", "0s", "-o", "json")
-    assert (done.status, done.json) == (0, {"committed": 1, "rolled_back": 1, "left": 0, "unreachable": []})
+    assert (done.status, done.json) == (0, {"committed": 1, "rolled_back": 1, "left": 0, "problems": []})
     assert messages(running, topic) == [b"decided"]
+
+
+def test_a_broker_without_an_answer_is_named(metamq: Metamq, running: Cluster, file: Path) -> None:
+    recover = ("tx", "recover", "--database", f"sqlite:///{file}")
+    running.broker.stop()
+    try:
+        text, document = metamq(*recover), metamq(*recover, "-o", "json")
+    finally:
+        running.broker.start()
+    assert (text.status, text.data, document.status) == (1, b"", 1)
+    assert "Broker 0 does not list its prepared branches: " in text.talk
+    (problem,) = document.json["problems"]
+    assert (problem["broker_id"], problem["xids"]) == (0, [])
+    assert problem["hint"] in text.talk
 
 
 def test_postgresql_by_its_url(metamq: Metamq, running: Cluster, topic: str, postgres: str) -> None:
@@ -131,7 +145,8 @@ def test_a_service_is_ready_while_its_passes_end_well(
     until(lambda: messages(running, topic) == [b"decided"])
     running.broker.freeze()
     try:
-        until(lambda: "no answer from broker 0" in page("/readyz")[1])
+        until(lambda: "broker 0 does not list its prepared branches: " in page("/readyz")[1])
+        assert (page("/readyz")[0], "`metamq doctor`" in page("/readyz")[1]) == (503, True)
     finally:
         running.broker.thaw()
     until(lambda: page("/readyz")[0] == 200)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from tests.one_zookeeper import cluster
+
 Metamq = Callable[..., Any]
 
 
@@ -42,3 +46,18 @@ def test_trim_refuses_wrong_arguments(metamq: Metamq, topic: str) -> None:
     beyond = metamq("topic", "trim", topic, "--before-offset", 9, "--yes")
     assert beyond.status == 1
     assert "Give an offset up to 0" in beyond.talk
+
+
+@pytest.mark.slow
+def test_trim_of_one_partition_asks_only_its_broker(offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(brokers=2) as two:
+        monkeypatch.setenv("METAMQ_ZOOKEEPER", two.zookeeper)
+        two.create_topic("orders", partitions=2)
+        filled(offline, "orders", 0, 4)
+        two.brokers[1].stop()
+        for place in (["--before-time", "-1h"], ["--to-end"]):
+            done = offline("topic", "trim", "orders/0-0", *place, "--yes")
+            assert done.status == 0, done.talk
+            assert "orders/0-0 begins at" in done.talk
+        assert "broker 1" in offline("topic", "trim", "orders", "--to-end", "--yes").talk
+        assert "broker 1" in offline("topic", "trim", "orders/1-0", "--to-end", "--yes").talk

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 from tests.parts import http_get, wait_until
 
 Metamq = Callable[..., Any]
@@ -20,7 +21,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 MESSAGES = 400
 HANDLERS = """
-import asyncio, logging, os, sqlite3, sys, threading, time
+import asyncio, logging, os, signal, sqlite3, sys, threading, time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from metamq import DatabaseOffsets, Producer, Topic
@@ -59,6 +60,10 @@ async def logs_async(message):
 def hangs(message):
     note("hangs")
     gate.wait()
+
+def hangs_with_the_signal(message):
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    hangs(message)
 
 async def hangs_async(message):
     note("hangs")
@@ -232,6 +237,16 @@ def test_a_second_signal_does_not_wait(
     assert noted(folder) == ["hangs", "0"]  # the message was not done
 
 
+def test_a_signal_that_another_thread_takes_is_noticed(
+    running: Cluster, topic: str, folder: Path, worker: Work
+) -> None:
+    """The system may give it to any thread, and then does not wake the main one."""
+    fill(running, topic, 1)
+    one = worker("hangs_with_the_signal", "--http-port", "0", "-o", "json")
+    port = ready(one)["http_port"]
+    wait_until(lambda: http_get(port, "/readyz") == (503, "stopping\n"))
+
+
 @pytest.mark.parametrize(("handler", "lifespan"), [("nothing", "slow_start"), ("slow_async", "slow_start_async")])
 def test_a_signal_before_the_first_message_ends_it_at_once(
     folder: Path, worker: Work, handler: str, lifespan: str
@@ -261,6 +276,36 @@ def test_the_port_says_if_it_is_ready(running: Cluster, topic: str, folder: Path
     wait_until(lambda: http_get(port, "/readyz") == (200, "ready\n"))
     one.send_signal(signal.SIGTERM)
     wait_until(lambda: http_get(port, "/readyz") == (503, "stopping\n"))
+
+
+def test_a_handler_that_tries_again_leaves_the_worker_ready(
+    running: Cluster, topic: str, folder: Path, worker: Work
+) -> None:
+    fill(running, topic, 1)
+    options = ("--retry-on", "ConnectionError", "--retry-delay", "1ms")
+    port = ready(worker("outage", *options, "--http-port", "0", "-o", "json"))["http_port"]
+    wait_until(lambda: len(noted(folder)) > 2)
+    assert http_get(port, "/readyz") == (200, f"ready\n{topic}/0-0: the handler tries again: ConnectionError: down\n")
+
+
+@pytest.mark.slow
+def test_it_is_ready_while_another_broker_can_be_reached(folder: Path, process: Start) -> None:
+    with cluster(brokers=2) as two:
+        two.create_topic("orders", partitions=2)
+        command = ("worker", "handlers:slow", "-g", "g", "-t", "orders", "--http-port", "0", "-o", "json")
+        port = ready(process(*command, cwd=folder, env={"METAMQ_ZOOKEEPER": two.zookeeper}))["http_port"]
+        for broker in two.brokers:
+            fill(two, "orders", 10)
+            assert http_get(port, "/readyz") == (200, "ready\n")
+            broker.kill()
+            wait_until(lambda: f"orders/{broker.broker_id}-0: " in http_get(port, "/readyz")[1])  # noqa: B023
+            assert http_get(port, "/readyz")[0] == 200
+            broker.start()
+            wait_until(lambda: http_get(port, "/readyz") == (200, "ready\n"))
+        for broker in two.brokers:
+            broker.kill()
+        wait_until(lambda: http_get(port, "/readyz")[0] == 503)
+        assert "orders/0-0: " in http_get(port, "/readyz")[1]
 
 
 def test_a_taken_port_is_an_error(worker: Work, running: Cluster) -> None:

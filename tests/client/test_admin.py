@@ -307,7 +307,9 @@ def test_a_reset_that_cannot_be(running: Cluster, admin: Admin, topic: str) -> N
         admin.reset_offsets(topic, topic, 3)
     with pytest.raises(OffsetOutOfRange, match="has the offsets 0 to 2, not 3"):
         admin.reset_offsets(topic, topic, {TopicPartition(topic, "0-0"): 3})
-    with pytest.raises(WrongType, match=r"the offset of .*/0-0 must be a whole number, not '3'"):
+    with pytest.raises(
+        WrongType, match=r"the offset of .*/0-0 must be a whole number, .* or an aware datetime, not '3'"
+    ):
         admin.reset_offsets(topic, topic, {TopicPartition(topic, "0-0"): "3"})  # type: ignore[dict-item]
     with pytest.raises(PartitionNotFound, match="has no partition '0-9'"):
         admin.reset_offsets(topic, topic, {TopicPartition(topic, "0-9"): 0})

@@ -126,7 +126,7 @@ def dying(committer: Committer, point: str, monkeypatch: pytest.MonkeyPatch) -> 
                     raise Died
             return await super().ask(branch, verbs, *rest, **fields)
 
-        async def branches(self, broker_id: int, *, all_of_them: bool = False) -> Any:
+        async def branches(self, broker_id: int, **_which: bool) -> Any:
             raise Died
 
     class DyingAtTheSweep(TxClient):

@@ -160,9 +160,9 @@ def recovered(recoverer: Recoverer) -> Recovered:
     done = [recoverer.run_once()]
 
     def all_were_asked() -> bool:
-        if done[-1].unreachable:
+        if done[-1].problems:
             done.append(recoverer.run_once())
-        return not done[-1].unreachable
+        return not done[-1].problems
 
     wait_until(all_were_asked, what="an answer of every broker")
     return Recovered(sum(one.committed for one in done), sum(one.rolled_back for one in done), done[-1].left)

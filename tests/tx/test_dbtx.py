@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import sqlite3
@@ -21,6 +22,7 @@ from metamq.client.offsets.connections import database_of
 from metamq.errors import BranchMisuse, ClosedError, ConfigError, MessageTooLarge, MetamqError, TopicNotFound, WrongType
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
+from metamq.tx.database import recoverer as recoverers
 from metamq.tx.database.outcomes import OutcomeTable
 from tests.parts import read_to_end, wait_until
 from tests.tx.databases import Connect, decisions, giving_mappings, insert, is_postgres, messages, rows
@@ -394,12 +396,43 @@ def test_while_a_broker_is_down_nothing_is_forgotten(
     database.commit()
     running.broker.stop()
     with Recoverer(connect, running.zookeeper, grace_s=0) as recoverer:
-        assert recoverer.run_once() == Recovered(0, 0, 0, (0,))
+        done = recoverer.run_once()
+        assert done[:3] == (0, 0, 0)
+        assert [(one.broker_id, one.xids) for one in done.problems] == [(0, ())]
+        assert str(done.problems[0]).startswith("broker 0 does not list its prepared branches: no connection to ")
         running.broker.start()
         wait_until(lambda: recoverer.run_once().committed == 1, what="the broker asked again")
         recoverer.run_once()
     assert decisions(database) == []
     assert rows(database) == messages(running, topic) == [b"decided"]
+
+
+def test_a_broker_that_is_silent_at_a_rollback_is_a_problem_with_all_its_branches(
+    running: Cluster, topic: str, producer: Producer[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recoverers, "ANSWER_S", 0.2)
+
+    class Database(sqlite3.Connection):
+        def commit(self) -> None:
+            super().commit()
+            running.broker.freeze()
+
+    with contextlib.closing(sqlite3.connect(tmp_path / "shop.db")) as database:
+        create_outcome_table(database)
+        database.execute("CREATE TABLE orders (body BLOB)")
+        for body in (b"1", b"2"):
+            leave(database, producer, topic, body, decided=False)
+    connect = functools.partial(sqlite3.connect, tmp_path / "shop.db", factory=Database)
+    with Recoverer(connect, running.zookeeper, grace_s=0) as recoverer:
+        try:
+            done = recoverer.run_once()
+        finally:
+            running.broker.thaw()
+        assert done[:3] == (0, 0, 0)
+        (problem,) = done.problems
+        assert (problem.broker_id, len(problem.xids)) == (0, 2)
+        assert str(problem).startswith(f"2 branches at broker 0, such as {problem.xids[0]}: no answer from broker 0")
+        assert "`metamq doctor`" in problem.hint
 
 
 @pytest.mark.slow

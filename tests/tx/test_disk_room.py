@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from metamq.errors import MetamqError, TryLater
+from metamq.client.background import at_once
+from metamq.client.offsets.connections import database_of
+from metamq.errors import CorruptData, MetamqError, TryLater
 from metamq.testing import BrokerProcess, Cluster
-from metamq.tx import Vote, XAResource, Xid
+from metamq.tx import Recovered, Recoverer, Vote, XAResource, Xid, create_outcome_table, dbtx
 from metamq.wire.limits import BATCH_BYTES_MAX
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, read_to_end, wait_until
@@ -76,6 +79,36 @@ def test_more_than_the_disk_has_room_for_is_refused_at_prepare_and_nothing_of_it
             mq.commit(xid)
     with LocalBroker(parts.zookeeper, tmp_path / "broker", id=1):
         assert seen(parts, "room") == [b"large"] * 88 + [b"one"] * 48 + [b"two"] * 48
+
+
+def test_a_commit_that_a_broker_refuses_is_a_problem_of_the_recoverer(parts: Cluster, tmp_path: Path) -> None:
+    """The partition of its message is damaged."""
+    connect = partial(sqlite3.connect, tmp_path / "shop.db")
+    with (
+        LocalBroker(parts.zookeeper, tmp_path / "broker", id=2) as broker,
+        parts.admin() as admin,
+        parts.producer() as producer,
+        contextlib.closing(connect()) as database,
+    ):
+        admin.create_topic("refused", partitions=1, brokers=[2])
+        create_outcome_table(database)
+        tx = dbtx(database, producer).__enter__()
+        tx.send("refused", b"decided")
+        assert tx._work is not None
+        producer._background.run(tx._work.prepare())
+        at_once(tx._outcomes.commit(database_of(database), tx._work.gtrid))
+        database.commit()
+        (partition,) = [one for one in broker.broker._topics.partitions() if one.topic == "refused"]
+        partition.closed_by = CorruptData("refused/2-0", "a test says so")
+        with Recoverer(connect, parts.zookeeper, grace_s=0) as recoverer:
+            done = recoverer.run_once()
+            assert done[:3] == (0, 0, 0)
+            (problem,) = done.problems
+            assert (problem.broker_id, [xid.gtrid for xid in problem.xids]) == (2, [tx._work.gtrid])
+            assert problem.reason == "refused/2-0 is damaged: a test says so"
+            partition.closed_by = None
+            assert recoverer.run_once() == Recovered(1, 0, 0)
+        assert seen(parts, "refused") == [b"decided"]
 
 
 class TooLargeFiles:

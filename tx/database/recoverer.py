@@ -17,7 +17,7 @@ import inspect
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -46,15 +46,40 @@ ABORTS_KEPT_S = 7 * 24 * 3600.0
 """Seconds that an application may be paused, and still finds that the decision is `abort`."""
 
 
+_FOREIGN = "another user or certificate began it", "Recover as that one, or with the right `recover cluster`."
+_SILENT_HINT = "Check the broker with `metamq doctor`."
+
+
+class RecoveryProblem(NamedTuple):
+    """A reason for which prepared branches at one broker wait. `str()` gives the problem, then the next step."""
+
+    broker_id: int
+    reason: str
+    hint: str
+    """The next step, a sentence."""
+    xids: tuple[Xid, ...] = ()
+    """The branches; empty if the broker does not list its branches."""
+
+    def __str__(self) -> str:
+        where = f"broker {self.broker_id}"
+        if not self.xids:
+            what = f"{where} does not list its prepared branches"
+        elif len(self.xids) == 1:
+            what = f"branch {self.xids[0]} at {where}"
+        else:
+            what = f"{len(self.xids):,} branches at {where}, such as {self.xids[0]}"
+        return f"{what}: {self.reason}. {self.hint}"
+
+
 class Recovered(NamedTuple):
     """The result of one pass."""
 
     committed: int
     rolled_back: int
     left: int
-    """Prepared branches that are too young, or whose database or broker did not answer."""
-    unreachable: tuple[int, ...] = ()
-    """Broker ids that did not answer: their prepared branches wait."""
+    """Prepared branches that are too young, or whose outcome the database does not know yet."""
+    problems: tuple[RecoveryProblem, ...] = ()
+    """Reasons for which other prepared branches wait: a broker refuses or does not answer, or others began them."""
 
 
 class Recoverer:
@@ -94,20 +119,26 @@ class Recoverer:
         self._cluster = ClusterClient(session)
 
     def run(self, *, every_s: float = 5.0) -> None:
-        """Repeats run_once() until close() or Ctrl-C. Logs the error of a pass, and continues with the next pass.
+        """Repeats run_once() until close() or Ctrl-C. Logs the error of a pass, and each new problem of a pass.
 
         Raises WrongType or ConfigError for a wrong `every_s`.
         """
         check_seconds("every_s", every_s, optional=False)
+        problems: set[RecoveryProblem] = set()
         while not self._stop.is_set():
             try:
-                self.run_once()
+                before, problems = problems, set(self.run_once().problems)
+                for problem in problems - before:
+                    log.warning("recovery will be tried again: %s", problem)
             except MetamqError as error:
                 log.warning("recovery will be tried again: %s", error)
             self._stop.wait(every_s)
 
     def run_once(self) -> Recovered:
-        """Makes one pass. Raises MetamqError if the database or ZooKeeper fails; its finished work stays."""
+        """Makes one pass, and returns its work and its problems.
+
+        Raises MetamqError if the database or ZooKeeper fails; its finished work stays.
+        """
         database = self._opened()
         try:
             return self._look(database)
@@ -143,57 +174,65 @@ class Recoverer:
         now_us = time.time_ns() // 1000
         old = self._do(database, outcomes.older(database, now_us - int(COMMITS_KEPT_S * 1e6), COMMIT))
         old += self._do(database, outcomes.older(database, now_us - int(ABORTS_KEPT_S * 1e6), ABORT))
-        known, unreachable = self._background.run(self._known(identity))
-        branches = [one for one in known if one.state == PREPARED and one.owner]  # without it another user began it
+        known, problems = self._background.run(self._known(identity))
+        are_all_known = not problems
+        branches = [one for one in known if one.state == PREPARED]
         now_s = time.monotonic()
         self._seen = {key: self._seen.get(key, now_s) for key in map(_key, branches)}
         done: Counter[str] = Counter()
-        silent: set[int] = set()
+        silent: dict[int, list[Xid]] = {}
         for branch in branches:
             age_s = max(now_s - self._seen[_key(branch)], branch.age_ms / 1000)
-            if age_s < self._grace_s or branch.broker_id in silent:
+            if age_s < self._grace_s:
+                continue
+            if not branch.owner:  # the broker shows it only to its own client, and with the right to recover
+                problems[branch.broker_id, *_FOREIGN].append(branch.xid)
+                continue
+            if branch.broker_id in silent:  # it would wait as long
+                silent[branch.broker_id].append(branch.xid)
                 continue
             outcome = self._do(database, outcomes.decide(database, branch.xid.gtrid))
             if outcome is None:
                 log.warning("branch %s: the database does not know the outcome yet", branch.xid)
-            elif self._background.run(self._finish(branch, outcome, silent)):
+            elif (error := self._background.run(self._finish(branch, outcome))) is None:
                 done[outcome] += 1
-        if not unreachable:
+            else:
+                waiting = problems[branch.broker_id, *_reason(error)]
+                waiting.append(branch.xid)
+                if not _has_answered(error):
+                    silent[branch.broker_id] = waiting
+        if are_all_known:
             self._do(database, outcomes.forget(database, set(old) - {branch.xid.gtrid for branch in known}))
-        return Recovered(done[COMMIT], done[ABORT], len(branches) - done.total(), unreachable)
+        left = len(branches) - done.total() - sum(map(len, problems.values()))
+        found = tuple(RecoveryProblem(*key, tuple(xids)) for key, xids in problems.items())
+        return Recovered(done[COMMIT], done[ABORT], left, found)
 
-    async def _known(self, identity: bytes) -> tuple[list[BranchDescription], tuple[int, ...]]:
+    async def _known(self, identity: bytes) -> tuple[list[BranchDescription], _Problems]:
         """Returns this database's branches that are prepared, or finished by an operator, at all broker ids that ever
-        existed; and the broker ids that did not answer."""
+        existed; and a problem for each broker id that did not list its branches."""
         client = TxClient(self._cluster)
         found: list[BranchDescription] = []
-        unreachable = []
+        problems: _Problems = defaultdict(list)
         for broker_id in await self._cluster.broker_ids():
             try:
-                found += await client.branches(broker_id)
+                found += await client.branches(broker_id, of_others=True)
             except MetamqError as error:
-                log.warning("broker %d does not list its prepared branches: %s", broker_id, error)
-                unreachable.append(broker_id)
-        return [one for one in found if one.xid.gtrid.startswith(identity)], tuple(unreachable)
+                problems[broker_id, *_reason(error)] = []
+        return [one for one in found if one.xid.gtrid.startswith(identity)], problems
 
-    async def _finish(self, description: BranchDescription, outcome: str, silent: set[int]) -> bool:
-        """Returns True if the branch is finished. `silent` gets the id of a broker that does not answer: the next
-        branch would wait as long."""
+    async def _finish(self, description: BranchDescription, outcome: str) -> MetamqError | None:
+        """Returns the error for which the branch is not finished."""
         branch = Branch(description.xid, description.broker_id, new_session())
         branch.epoch = description.epoch
         verb = Verb.COMMIT if outcome == COMMIT else Verb.ROLLBACK
         try:
             await TxClient(self._cluster).ask(branch, [verb], timeout_s=ANSWER_S)
         except BranchNotKnown:
-            return True  # its application, or another recoverer, was faster
+            return None  # its application, or another recoverer, was faster
         except MetamqError as error:
-            log.warning("%s of %s will be tried again: %s", outcome, description.xid, error)
-            has_answered = isinstance(error, TransactionError | NotAuthorized) and not isinstance(error, OutcomeUnknown)
-            if not has_answered:
-                silent.add(description.broker_id)
-            return False
+            return error
         log.info("branch %s at broker %d: %s", description.xid, description.broker_id, outcome)
-        return True
+        return None
 
     def close(self) -> None:
         """Ends run(), and disconnects; a second call does nothing."""
@@ -206,6 +245,20 @@ class Recoverer:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+_Problems = defaultdict[tuple[int, str, str], list[Xid]]
+"""The branches of each problem: (broker id, reason, hint)."""
+
+
+def _reason(error: MetamqError) -> tuple[str, str]:
+    """Returns the reason and the hint."""
+    reason = error.reason if isinstance(error, TransactionError) else error.problem
+    return reason, _SILENT_HINT if isinstance(error, OutcomeUnknown) else error.hint or _SILENT_HINT
+
+
+def _has_answered(error: MetamqError) -> bool:
+    return isinstance(error, TransactionError | NotAuthorized) and not isinstance(error, OutcomeUnknown)
 
 
 async def _awaited(opening: Awaitable[T]) -> T:
