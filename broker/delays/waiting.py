@@ -63,11 +63,6 @@ class WaitingLog:
         self._ready: deque[WaitingMessage] = deque()
 
     @property
-    def name(self) -> str:
-        """The name of the log in the node: a topic that is made again has another one."""
-        return f"{self.partition.topic_id}/{self.partition.index}"
-
-    @property
     def waiting(self) -> int:
         """The number of messages that wait in it."""
         return max(0, self.partition.log.stable_offset - self.offset)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.delays import forwarder
+from metamq.broker.delays import forwarder, moved_node
 from metamq.broker.delays.waiting import WaitingLog, WaitingMessage
 from metamq.client.net.branches import TxClient
 from metamq.errors import ConnectError, CorruptData, MetamqError
@@ -50,8 +50,8 @@ class FailingCalls:
         self.failed = 0
         self.is_over = False
         self._chance = random.Random(seed)
-        self._wrap(patch, forwarder, "write_moved", ConnectionLost("the node", "cut"))
-        self._wrap(patch, forwarder, "read_moved", ConnectionLost("the node", "cut"))
+        self._wrap(patch, moved_node, "write_moved", ConnectionLost("the node", "cut"))
+        self._wrap(patch, moved_node, "read_moved", ConnectionLost("the node", "cut"))
         self._wrap(patch, TxClient, "ask", ConnectError("a broker", "cut"))
 
     def _wrap(self, patch: pytest.MonkeyPatch, where: Any, name: str, error: MetamqError) -> None:
@@ -89,6 +89,7 @@ def test_requests_fail_and_answers_are_lost(
     running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(forwarder, "RETRY_S", 0.02)
+    monkeypatch.setattr(moved_node, "RETRY_S", 0.02)
     topic, sent = on_local(running, local, seed)
     calls = FailingCalls(monkeypatch, seed)
     wait_until(lambda: calls.failed > 15)
@@ -101,6 +102,7 @@ def test_the_check_finds_a_seeded_fault(
     running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(forwarder, "RETRY_S", 0.02)
+    monkeypatch.setattr(moved_node, "RETRY_S", 0.02)
     monkeypatch.setattr(forwarder, "CHUNK_MESSAGES", 50)
     if fault == "early":
         real = forwarder.now_us
@@ -108,7 +110,7 @@ def test_the_check_finds_a_seeded_fault(
     topic, sent = on_local(running, local, 7)
     calls = FailingCalls(monkeypatch, 7) if fault == "undecided" else None
     if fault == "offsets":  # a decision that ZooKeeper does not get counts as made, and the next change fails
-        write, forgotten = forwarder.write_moved, list[str]()
+        write, forgotten = moved_node.write_moved, list[str]()
 
         async def forgets(session: Any, broker_id: int, moved: Any) -> Any:
             if len(forgotten) < 2 and moved.committing:
@@ -118,13 +120,13 @@ def test_the_check_finds_a_seeded_fault(
                 return moved
             return await write(session, broker_id, moved)
 
-        monkeypatch.setattr(forwarder, "write_moved", forgets)
+        monkeypatch.setattr(moved_node, "write_moved", forgets)
     if fault == "undecided":  # after a lost answer it continues, and does not read the node
 
         async def skips(_session: Any, _broker_id: int, moved: Any) -> Any:
             return moved
 
-        monkeypatch.setattr(forwarder, "write_moved", skips)
+        monkeypatch.setattr(moved_node, "write_moved", skips)
     if calls is not None:
         wait_until(lambda: calls.failed > 15)
         calls.is_over = True
