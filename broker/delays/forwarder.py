@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import time
 from collections import defaultdict
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.broker.delays.holds import Holds
 from metamq.broker.delays.levels import LEVELS, level_of, retention_ms
-from metamq.broker.delays.moved_node import MovedNode, log_name
+from metamq.broker.delays.moved_node import MovedNode, gtrid_prefix, log_name
 from metamq.broker.delays.waiting import TOPIC, WaitingLog, WaitingMessage
 from metamq.broker.log_once import LogOnce
 from metamq.broker.roles.role import MasterRole
@@ -100,7 +99,6 @@ class DelayForwarder:
         self._topics = topics
         self._status = status
         self._levels = f"{LEVEL_PREFIX}{broker_id}."
-        self._prefix = b"delay-" + hashlib.sha256(b"%d" % broker_id).digest()[:8]
         self._routes = Routes(BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX, by_key_hash, Codec.NONE, None)
         self._holds = Holds()
         self._log_once = LogOnce()
@@ -141,10 +139,11 @@ class DelayForwarder:
             if next(self._own_logs(), None) is None:
                 await asyncio.sleep(LOOK_S)
                 return False
-            node = MovedNode(self._session, self._cluster, self._broker_id, self._prefix, self._log_once)
+            node = MovedNode(self._session, self._cluster, self._broker_id, self._log_once)
             await node.begin()
             self._term = _Term(role, node)
         term = self._term
+        await term.node.roll_back_undecided()
         await term.node.finish_later()
         await self._look(term)
         await term.node.forget_deleted(term.logs)
@@ -219,7 +218,7 @@ class DelayForwarder:
                 sends[topic].append(sent)
                 finals |= {topic} if topic == message.topic else set()
         work = GlobalTransaction(
-            self._cluster, Staging(self._routes), Xid.random(self._prefix).gtrid,
+            self._cluster, Staging(self._routes), Xid.random(gtrid_prefix(self._broker_id)).gtrid,
             branch_timeout_s=0, answer_s=ANSWER_S, principal=BROKERS,
         )  # fmt: skip
         try:

@@ -1,9 +1,13 @@
 """The node of a broker id's delayed messages (metamq.zk.cluster.delays), as one master uses it. For one loop.
 
 INVARIANT: a message is behind its log's offset in the node exactly if a transaction that moves it is decided. A decided
-transaction is named in the node until each broker has committed it. One that is not decided never will be once another
-change of the node has succeeded; only then it may be rolled back. So each message is moved once, whatever crashes, and
+transaction is named in the node until each broker has committed it. One that was prepared and not decided before a
+change of the node never will be; only then it may be rolled back. So each message is moved once, whatever crashes, and
 if two replicas take themselves for the master, one loses the compare-and-set.
+
+So a master first asks a broker for prepared transactions, then changes the node, then rolls back those that the node
+does not name. A broker that does not answer is asked again, and each one from time to time: a request to prepare may
+have been on its way.
 
 A log without an offset in the node is read from its begin. So the node keeps the offset of a log, open here or not,
 until ZooKeeper has no topic with its id. The topics are read after a sync, so they are not older than the node. An id
@@ -13,6 +17,8 @@ offset is read only once ZooKeeper was found to have its topic: see `readable`.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -37,6 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.broker")
 
 RETRY_S = 0.5
+ANSWER_S = 1.0
+ASK_SOON_S, ASK_AGAIN_S = 10.0, 600.0
+"""Seconds until a broker is asked again for prepared transactions: after no answer, and after one."""
 FORGET_S = 60.0
 """Seconds between two looks for deleted topics, while the node has logs that are not open."""
 
@@ -44,6 +53,11 @@ FORGET_S = 60.0
 def is_of_delays(topic: str) -> bool:
     """True for a topic in which delayed messages wait."""
     return topic.endswith(DELAYED_SUFFIX) or topic.startswith(LEVEL_PREFIX)
+
+
+def gtrid_prefix(broker_id: int) -> bytes:
+    """Returns the begin of the gtrids of a broker id's transactions that move messages."""
+    return b"delay-" + hashlib.sha256(b"%d" % broker_id).digest()[:8]
 
 
 def log_name(partition: Partition) -> str:
@@ -54,32 +68,24 @@ def log_name(partition: Partition) -> str:
 class MovedNode:
     """The node, during the work of one master. After any error another one must begin: the outcome is in ZooKeeper."""
 
-    def __init__(
-        self, session: Session, cluster: ClusterClient, broker_id: int, prefix: bytes, log_once: LogOnce
-    ) -> None:
-        """`prefix`: of the gtrids of this broker id's transactions that move messages."""
+    def __init__(self, session: Session, cluster: ClusterClient, broker_id: int, log_once: LogOnce) -> None:
         self._session = session
         self._cluster = cluster
         self._broker_id = broker_id
-        self._prefix = prefix
+        self._prefix = gtrid_prefix(broker_id)
         self._log_once = log_once
         self._client = TxClient(cluster)
         self._moved = MovedDelays()
+        self._ask_s: dict[int, float] = {}
+        """Broker id -> the time at which it is asked again for prepared transactions."""
         self._finished_s = 0.0
         """The time of the last try to commit decided transactions."""
         self._looked_s = time.monotonic()
         """The time of the last look for deleted topics."""
 
     async def begin(self) -> None:
-        """Changes the node. Rolls back what is not decided: it never will be after that. Raises MetamqError."""
+        """Changes the node: what another master has not decided never will be. Raises MetamqError."""
         self._moved = await self._change(await read_moved(self._session, self._broker_id))
-        for broker_id in await self._cluster.refresh_brokers():
-            try:
-                for one in await self._client.branches(broker_id):
-                    if one.xid.gtrid.startswith(self._prefix) and one.xid.gtrid.hex() not in self._moved.committing:
-                        await self._end(one.xid.gtrid, broker_id, Verb.ROLLBACK)
-            except MetamqError as error:  # what stays prepared there is never committed
-                log.info("delayed messages: broker %d is not asked for transactions now: %s", broker_id, error)
 
     async def _change(self, moved: MovedDelays, work: GlobalTransaction | None = None) -> MovedDelays:
         changed = await write_moved(self._session, self._broker_id, moved)
@@ -131,6 +137,33 @@ class MovedNode:
             committing[work.gtrid.hex()] = tuple(work.prepared)
         offsets = {**self._moved.offsets, **ends}  # also those of logs that are not open at present
         self._moved = await self._change(replace(self._moved, offsets=offsets, committing=committing), work)
+
+    async def roll_back_undecided(self) -> None:
+        """Rolls back transactions that are prepared, and not decided: see the module. Raises MetamqError."""
+        now_s = time.monotonic()
+        due = [one for one in await self._cluster.refresh_brokers() if self._ask_s.get(one, 0.0) <= now_s]
+        left = list[tuple[int, bytes]]()
+        for broker_id, found in zip(due, await asyncio.gather(*map(self._prepared_at, due)), strict=True):
+            self._ask_s[broker_id] = now_s + (ASK_SOON_S if found is None else ASK_AGAIN_S)
+            left += [(broker_id, gtrid) for gtrid in found or () if gtrid.hex() not in self._moved.committing]
+        if left:
+            self._moved = await self._change(self._moved)
+        for broker_id, gtrid in left:
+            try:
+                await self._end(gtrid, broker_id, Verb.ROLLBACK)
+            except MetamqError as error:
+                log.info("delayed messages: broker %d has a transaction without a decision: %s", broker_id, error)
+                self._ask_s[broker_id] = now_s + ASK_SOON_S
+
+    async def _prepared_at(self, broker_id: int) -> list[bytes] | None:
+        """Returns the gtrids that are prepared at a broker, of this broker id's; None: it does not answer."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                found = await self._client.branches(broker_id)
+        except (MetamqError, TimeoutError) as error:
+            log.info("delayed messages: broker %d is not asked for transactions now: %s", broker_id, error)
+            return None
+        return [one.xid.gtrid for one in found if one.xid.gtrid.startswith(self._prefix)]
 
     async def finish_later(self) -> None:
         """Commits the decided transactions that are left, once in RETRY_S."""

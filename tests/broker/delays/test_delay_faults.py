@@ -90,6 +90,7 @@ def test_requests_fail_and_answers_are_lost(
 ) -> None:
     monkeypatch.setattr(forwarder, "RETRY_S", 0.02)
     monkeypatch.setattr(moved_node, "RETRY_S", 0.02)
+    monkeypatch.setattr(forwarder, "CHUNK_MESSAGES", 20)  # many requests
     topic, sent = on_local(running, local, seed)
     calls = FailingCalls(monkeypatch, seed)
     wait_until(lambda: calls.failed > 15)

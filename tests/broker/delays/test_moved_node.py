@@ -1,4 +1,4 @@
-"""The node of delayed messages: it forgets deleted topics, and no others."""
+"""The node of delayed messages: what it forgets, and which transactions are rolled back."""
 
 from __future__ import annotations
 
@@ -15,17 +15,25 @@ from typing import Any
 import pytest
 
 from metamq.broker.delays import moved_node
-from metamq.broker.delays.moved_node import MovedNode
+from metamq.broker.delays.moved_node import MovedNode, gtrid_prefix
 from metamq.broker.log_once import LogOnce
 from metamq.broker.process.server import Broker
+from metamq.client.net.branches import TxClient
 from metamq.client.net.cluster import ClusterClient
+from metamq.client.producer.outgoing import CheckedMessage
+from metamq.client.producer.partitioner import by_key_hash
 from metamq.testing import Cluster
+from metamq.tx.app.staging import Routes, Staging
+from metamq.tx.app.work import GlobalTransaction
+from metamq.wire.compression import Codec
+from metamq.wire.limits import BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
+from metamq.wire.xa import Xid
 from metamq.zk.cluster.delays import read_moved, write_moved
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.session.session import Session
 from tests.broker.delays.delayed_history import read_all
 from tests.one_zookeeper import cluster
-from tests.parts import LocalBroker, read_to_end, wait_until
+from tests.parts import SLOW_S, LocalBroker, read_to_end, until_answered, wait_until
 
 _ids = itertools.count(1)
 
@@ -150,7 +158,7 @@ def test_nothing_is_forgotten_while_the_id_of_a_topic_is_not_known(
             offsets = {f"{there.id}/0": (7, 1), "0123456789abcdef/0": (3, 1)}
             moved = await read_moved(session, number)
             assert await write_moved(session, number, replace(moved, offsets=offsets)) is not None
-            node = MovedNode(session, client, number, b"delay-test", LogOnce())
+            node = MovedNode(session, client, number, LogOnce())
             await node.begin()
             await node.forget_deleted([])
             found = [set((await read_moved(session, number)).offsets)]
@@ -167,3 +175,76 @@ def test_nothing_is_forgotten_while_the_id_of_a_topic_is_not_known(
     assert second == first, "an open log is kept"
     assert len(third) == 1
     assert "0123456789abcdef/0" not in third
+
+
+async def prepared_at_0(client: ClusterClient, number: int, topic: str) -> GlobalTransaction:
+    """A transaction that moves a message, prepared at broker 0, as a master of this number leaves it after a crash."""
+    routes = Routes(BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX, by_key_hash, Codec.NONE, None)
+    gtrid = Xid.random(gtrid_prefix(number)).gtrid
+    work = GlobalTransaction(client, Staging(routes), gtrid, branch_timeout_s=0, answer_s=SLOW_S)
+    await work.send_many(topic, [CheckedMessage(b"moved")])
+    await work.prepare()
+    return work
+
+
+def prepared(running: Cluster) -> list[bytes]:
+    """The gtrids that are prepared at broker 0."""
+
+    async def ask() -> list[bytes]:
+        async with client_of(running) as client:
+            await client.refresh_brokers()
+            return [one.xid.gtrid for one in await TxClient(client).branches(0)]
+
+    return until_answered(lambda: asyncio.run(ask()))
+
+
+def test_a_transaction_at_a_broker_that_was_down_is_rolled_back_once_it_runs(
+    running: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moved_node, "ASK_SOON_S", 0.05)
+    number = next(_ids)
+
+    async def prepare() -> bytes:
+        async with client_of(running) as client:
+            return (await prepared_at_0(client, number, topic)).gtrid
+
+    with LocalBroker(running.zookeeper, tmp_path, id=number) as local:
+        topic, _ = made(running, number)
+        deliver(running, local, topic, b"x")
+    gtrid = asyncio.run(prepare())
+    assert prepared(running) == [gtrid]
+    running.processes[0].kill()
+    with LocalBroker(running.zookeeper, tmp_path, id=number) as local:
+        wait_until(lambda: local.broker._parts.delays._term is not None)
+        running.processes[0].start()
+        wait_until(lambda: not prepared(running))
+
+
+def test_a_transaction_that_another_master_has_decided_is_not_rolled_back(
+    running: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This replica takes itself for the master after another one has begun. It finds the transaction of that one."""
+    number, branches, others = next(_ids), TxClient.branches, list[str]()
+
+    async def another_works_meanwhile(self: TxClient, broker_id: int, **named: Any) -> Any:
+        if broker_id or others or not armed:
+            return await branches(self, broker_id, **named)
+        async with client_of(running) as client:
+            work = await prepared_at_0(client, number, topic)
+            found = await branches(self, broker_id, **named)
+            moved = await read_moved(client.session, number)
+            decided = replace(moved, committing={work.gtrid.hex(): (0,)})
+            assert await write_moved(client.session, number, decided) is not None
+            others.append(work.gtrid.hex())
+            return found
+
+    monkeypatch.setattr(TxClient, "branches", another_works_meanwhile)
+    armed = False
+    with LocalBroker(running.zookeeper, tmp_path, id=number) as local:
+        topic, _ = made(running, number)
+        deliver(running, local, topic, b"x")
+    armed = True
+    with LocalBroker(running.zookeeper, tmp_path, id=number):
+        wait_until(lambda: others and not prepared(running))
+        with running.consumer(topics=topic, start="earliest", idle_timeout_s=0.2) as consumer:
+            assert [one.value for one in read_to_end(consumer)] == [b"x", b"moved"]
