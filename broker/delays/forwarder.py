@@ -29,7 +29,7 @@ from metamq.broker.log_once import LogOnce
 from metamq.broker.roles.role import MasterRole
 from metamq.client.admin.admin_model import TopicSettings
 from metamq.client.admin.admin_topics import create_topic
-from metamq.client.delayed import DUE, PARTITION
+from metamq.client.delayed import DUE, LEFT, PARTITION
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.producer.outgoing import CheckedMessage, size_of
 from metamq.client.producer.partitioner import by_key_hash
@@ -64,6 +64,11 @@ CHUNK_BYTES = 4 * 1024 * 1024
 def now_us() -> int:
     """Returns the time by this machine's clock, in microseconds since 1970."""
     return time.time_ns() // 1000
+
+
+def _is_due(message: WaitingMessage) -> bool:
+    """True if a message goes to its topic now, and not to a further level."""
+    return not message.left_us and message.due_us <= now_us()
 
 
 class DelayFigures(NamedTuple):
@@ -209,7 +214,7 @@ class DelayForwarder:
 
     async def _move(self, term: _Term, chunk: list[WaitingMessage]) -> None:
         """Moves messages in a transaction. After an error the outcome is in the node."""
-        self._holds.try_next(time.monotonic(), {one.topic for one in chunk if one.due_us <= now_us()})
+        self._holds.try_next(time.monotonic(), {one.topic for one in chunk if _is_due(one)})
         sends = defaultdict[str, list[CheckedMessage]](list)
         finals = set[str]()
         for message in sorted(chunk, key=lambda one: one.due_us):
@@ -240,17 +245,18 @@ class DelayForwarder:
 
     async def _route(self, message: WaitingMessage) -> tuple[str, CheckedMessage]:
         """Returns the topic for a message, and the message as it is sent there; no topic if it cannot be delivered."""
-        at_us, due_us = now_us(), message.due_us
-        if due_us <= at_us:
+        due_us, left_us = message.due_us, message.left_us
+        if _is_due(message):
             if not self._holds.pause_s(message.topic, time.monotonic()):
                 try:
                     return await self._final(message)
                 except (ConfigError, CorruptData) as error:  # the configuration of its topic cannot be read
                     self._refusals.failed("delayed messages of a topic wait", error)
                     self._holds.failed([message.topic], time.monotonic())
-            due_us = at_us + int(self._holds.pause_s(message.topic, time.monotonic()) * 1e6)
-        topic = await self._level(level_of(due_us - at_us))
-        headers = {**message.headers, DUE: b"%d" % due_us, TOPIC: message.topic.encode()}
+            due_us = now_us() + int(self._holds.pause_s(message.topic, time.monotonic()) * 1e6)
+        left_us = left_us or max(1, due_us - now_us())  # its topic is held, or a clock differs
+        topic = await self._level(level_of(left_us))
+        headers = {**message.headers, DUE: b"%d" % due_us, LEFT: b"%d" % left_us, TOPIC: message.topic.encode()}
         if message.partition is not None:
             headers[PARTITION] = message.partition.encode()
         sent = CheckedMessage(message.value, message.key, headers)

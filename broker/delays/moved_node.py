@@ -171,12 +171,16 @@ class MovedNode:
             await self.finish()
 
     async def finish(self, work: GlobalTransaction | None = None) -> None:
-        """Commits the decided transactions. The next change of the node leaves out those that are committed."""
-        left = dict[str, tuple[int, ...]]()
+        """Commits the decided transactions, at each broker in their order.
+
+        The next change of the node leaves out those that are committed.
+        """
+        left, behind = dict[str, tuple[int, ...]](), set[int]()
         for gtrid, brokers in self._moved.committing.items():
-            if work is not None and gtrid == work.gtrid.hex() and not await work.commit():
+            if work is not None and gtrid == work.gtrid.hex() and not behind and not await work.commit():
                 continue
-            open_at = [one for one in brokers if not await self._is_committed(gtrid, one)]
+            open_at = [one for one in brokers if one in behind or not await self._is_committed(gtrid, one)]
+            behind.update(open_at)  # a later transaction waits there, so messages keep their order
             if open_at:
                 left[gtrid] = tuple(open_at)
         self._moved = replace(self._moved, committing=left)

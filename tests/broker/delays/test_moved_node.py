@@ -18,10 +18,11 @@ from metamq.broker.delays import moved_node
 from metamq.broker.delays.moved_node import MovedNode, gtrid_prefix
 from metamq.broker.log_once import LogOnce
 from metamq.broker.process.server import Broker
-from metamq.client.net.branches import TxClient
+from metamq.client.net.branches import Branch, TxClient
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.producer.outgoing import CheckedMessage
 from metamq.client.producer.partitioner import by_key_hash
+from metamq.errors import ConnectError
 from metamq.testing import Cluster
 from metamq.tx.app.staging import Routes, Staging
 from metamq.tx.app.work import GlobalTransaction
@@ -177,12 +178,12 @@ def test_nothing_is_forgotten_while_the_id_of_a_topic_is_not_known(
     assert "0123456789abcdef/0" not in third
 
 
-async def prepared_at_0(client: ClusterClient, number: int, topic: str) -> GlobalTransaction:
+async def prepared_at_0(client: ClusterClient, number: int, topic: str, value: bytes = b"moved") -> GlobalTransaction:
     """A transaction that moves a message, prepared at broker 0, as a master of this number leaves it after a crash."""
     routes = Routes(BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX, by_key_hash, Codec.NONE, None)
     gtrid = Xid.random(gtrid_prefix(number)).gtrid
     work = GlobalTransaction(client, Staging(routes), gtrid, branch_timeout_s=0, answer_s=SLOW_S)
-    await work.send_many(topic, [CheckedMessage(b"moved")])
+    await work.send_many(topic, [CheckedMessage(value)])
     await work.prepare()
     return work
 
@@ -248,3 +249,37 @@ def test_a_transaction_that_another_master_has_decided_is_not_rolled_back(
         wait_until(lambda: others and not prepared(running))
         with running.consumer(topics=topic, start="earliest", idle_timeout_s=0.2) as consumer:
             assert [one.value for one in read_to_end(consumer)] == [b"x", b"moved"]
+
+
+def test_a_broker_commits_transactions_in_the_order_of_their_decisions(
+    running: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, ask = next(_ids), TxClient.ask
+    lost = set[bytes]()
+
+    async def ask_or_fail(self: TxClient, branch: Branch, *arguments: Any, **named: Any) -> Any:
+        if branch.xid.gtrid in lost:
+            raise ConnectError("broker 0", "a seeded fault")
+        return await ask(self, branch, *arguments, **named)
+
+    async def commit() -> list[int]:
+        async with client_of(running) as client:
+            node = MovedNode(client.session, client, number, LogOnce())
+            await node.begin()
+            for value in (b"first", b"second"):
+                work = await prepared_at_0(client, number, topic, value)
+                lost.add(work.gtrid)
+                await node.decide({}, work)
+            lost.remove(work.gtrid)
+            await node.finish(work)
+            left = [len(await TxClient(client).branches(0))]
+            lost.clear()
+            await node.finish()
+            return [*left, len(await TxClient(client).branches(0))]
+
+    topic = f"t-{number}"
+    running.create_topic(topic, partitions=1)
+    monkeypatch.setattr(TxClient, "ask", ask_or_fail)
+    assert asyncio.run(commit()) == [2, 0]
+    with running.consumer(topics=topic, start="earliest", idle_timeout_s=0.2) as consumer:
+        assert [one.value for one in read_to_end(consumer)] == [b"first", b"second"]
