@@ -18,6 +18,8 @@ from metamq.zk.names import check_topic, parse_partition
 
 DUE = "metamq-due"
 """The header with the time at which a message is due: microseconds since 1970."""
+LEFT = "metamq-left"
+"""The header with what is left of its delay: microseconds. It decides which way a message takes in its broker."""
 PARTITION = "metamq-partition"
 """The header with the partition that `send` names."""
 DELAY_MAX_S = 366 * 86_400
@@ -36,8 +38,11 @@ def delayed_topic(topic: str) -> str:
     return check_topic(topic + DELAYED_SUFFIX)
 
 
-def due_us(delay_s: float | None, deliver_at: datetime | None) -> int:
-    """Returns the time at which a message is due, in microseconds since 1970. Raises ConfigError, WrongType."""
+def due_us(delay_s: float | None, deliver_at: datetime | None) -> tuple[int, int]:
+    """Returns the time at which a message is due, in microseconds since 1970, and its delay in microseconds.
+
+    Raises ConfigError, WrongType.
+    """
     now_us = time.time_ns() // 1000
     if deliver_at is not None:
         if delay_s is not None:
@@ -50,7 +55,7 @@ def due_us(delay_s: float | None, deliver_at: datetime | None) -> int:
         found = now_us + round((delay_s or 0.0) * 1e6)
     if found - now_us > DELAY_MAX_S * 1_000_000:
         raise ConfigError("a message cannot be delayed by more than 366 days")
-    return found
+    return found, max(0, found - now_us)
 
 
 def delayed(
@@ -65,13 +70,13 @@ def delayed(
 
     It refuses a `timestamp`: a delayed message has the time of its delivery.
     """
-    due = due_us(delay_s, deliver_at)
+    due, left = due_us(delay_s, deliver_at)
     if timestamp is not None:
         raise ConfigError("a delayed message has no `timestamp`: it gets the time of its delivery")
-    if headers is not None and not (isinstance(headers, Mapping) and headers.keys().isdisjoint((DUE, PARTITION))):
-        hint = f"{DUE!r} and {PARTITION!r} are names of headers of metamq."
+    if headers is not None and not (isinstance(headers, Mapping) and headers.keys().isdisjoint((DUE, LEFT, PARTITION))):
+        hint = f"{DUE!r}, {LEFT!r} and {PARTITION!r} are names of headers of metamq."
         raise ConfigError(f"a delayed message cannot have the headers {headers!r}", hint=hint)
     if partition is not None:
         parse_partition(partition)
     named = {} if partition is None else {PARTITION: partition.encode()}
-    return delayed_topic(topic), {**(headers or {}), DUE: b"%d" % due, **named}
+    return delayed_topic(topic), {**(headers or {}), DUE: b"%d" % due, LEFT: b"%d" % left, **named}

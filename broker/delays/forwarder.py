@@ -6,48 +6,42 @@ The master of a broker id moves the messages that wait in its own logs. One tran
     decide    a compare-and-set of the node of this broker id: the offsets rise, and the node names the transaction
     commit    readers see the messages
 
-INVARIANT: a message is behind its log's offset in the node exactly if a transaction that moves it is decided. A decided
-transaction is named in the node until each broker has committed it. One that is not decided never will be once another
-change of the node has succeeded; only then it may be rolled back. So each message is moved once, whatever crashes, and
-if two replicas take themselves for the master, one loses the compare-and-set.
-
-A master begins with a change of the node. After any error it begins again: it does not know what was done.
+A master begins with a change of the node. After any error it begins again: it does not know what was done. See
+metamq.broker.delays.moved_node for the invariant.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.broker.delays.holds import Holds
 from metamq.broker.delays.levels import LEVELS, level_of, retention_ms
+from metamq.broker.delays.moved_node import MovedNode, gtrid_prefix, log_name
 from metamq.broker.delays.waiting import TOPIC, WaitingLog, WaitingMessage
 from metamq.broker.log_once import LogOnce
 from metamq.broker.roles.role import MasterRole
 from metamq.client.admin.admin_model import TopicSettings
 from metamq.client.admin.admin_topics import create_topic
-from metamq.client.delayed import DUE, PARTITION
-from metamq.client.net.branches import Branch, TxClient, new_session
+from metamq.client.delayed import DUE, LEFT, PARTITION
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.producer.outgoing import CheckedMessage, size_of
 from metamq.client.producer.partitioner import by_key_hash
-from metamq.errors import BranchNotKnown, ConfigError, CorruptData, MetamqError, TopicNotFound
+from metamq.errors import ConfigError, CorruptData, MetamqError, TopicNotFound
 from metamq.security.config import BROKERS
 from metamq.security.rights import DELAYED_SUFFIX, LEVEL_PREFIX
 from metamq.tx.app.staging import Routes, Staging
 from metamq.tx.app.work import GlobalTransaction
 from metamq.wire.compression import Codec
 from metamq.wire.limits import BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
-from metamq.wire.xa import FORMAT_ID, Verb, Xid
-from metamq.zk.cluster.delays import MovedDelays, read_moved, write_moved
+from metamq.wire.xa import Xid
 
 if TYPE_CHECKING:
     from metamq.broker.data.partition import Partition
@@ -73,6 +67,11 @@ def now_us() -> int:
     return time.time_ns() // 1000
 
 
+def _is_due(message: WaitingMessage) -> bool:
+    """True if a message goes to its topic now, and not to a further level."""
+    return not message.left_us and message.due_us <= now_us()
+
+
 class DelayFigures(NamedTuple):
     """The figures for metrics and for STATS."""
 
@@ -91,11 +90,9 @@ class _Term:
     """The work of one master."""
 
     role: MasterRole
-    moved: MovedDelays
+    node: MovedNode
     logs: dict[str, WaitingLog] = field(default_factory=dict)
     looked_s: float = -math.inf
-    finished_s: float = 0.0
-    """The time of the last try to commit decided transactions."""
 
 
 class DelayForwarder:
@@ -108,7 +105,6 @@ class DelayForwarder:
         self._topics = topics
         self._status = status
         self._levels = f"{LEVEL_PREFIX}{broker_id}."
-        self._prefix = b"delay-" + hashlib.sha256(b"%d" % broker_id).digest()[:8]
         self._routes = Routes(BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX, by_key_hash, Codec.NONE, None)
         self._holds = Holds()
         self._log_once = LogOnce()
@@ -149,11 +145,14 @@ class DelayForwarder:
             if next(self._own_logs(), None) is None:
                 await asyncio.sleep(LOOK_S)
                 return False
-            self._term = _Term(role, await self._begin())
+            node = MovedNode(self._session, self._cluster, self._broker_id, self._log_once)
+            await node.begin()
+            self._term = _Term(role, node)
         term = self._term
-        if term.moved.committing and time.monotonic() - term.finished_s > RETRY_S:
-            await self._finish(term)
-        self._look(term)
+        await term.node.roll_back_undecided()
+        await term.node.finish_later()
+        await self._look(term)
+        await term.node.forget_deleted(term.logs)
         chunk = await self._ready(term)
         if any(one.end > one.offset for one in term.logs.values()):  # some may be passed over only
             await self._move(term, chunk)
@@ -170,23 +169,21 @@ class DelayForwarder:
                 level = int(topic.removeprefix(self._levels))
                 yield from ((partition, level) for partition in partitions.values() if level < LEVELS)
 
-    def _look(self, term: _Term) -> None:
+    async def _look(self, term: _Term) -> None:
         """Finds new logs, and leaves out those of deleted topics."""
         now_s = time.monotonic()
         if now_s - term.looked_s < LOOK_S:
             return
         term.looked_s = now_s
-        found = dict[str, WaitingLog]()
-        for partition, level in self._own_logs():
-            name, log_ = f"{partition.topic_id}/{partition.index}", partition.log
-            known = term.logs.get(name)
-            if known is not None and known.partition is partition:
-                found[name] = known
-                continue
-            offset, epoch = term.moved.offsets.get(name, (0, -1))
+        levels = dict(self._own_logs())
+        found = {name: one for name, one in term.logs.items() if one.partition in levels}
+        known = {one.partition for one in found.values()}
+        for partition in await term.node.readable([one for one in levels if one not in known]):
+            log_, (offset, epoch) = partition.log, term.node.place(partition)
             with contextlib.suppress(CorruptData):  # the log is reported as damaged, and waits
                 agreed = log_.epochs().agrees_with_reader(offset, epoch, log_.begin_offset, log_.end_offset)
-                found[name] = WaitingLog(partition, self._broker_id, level, agreed, self._refuse)
+                level = levels[partition]
+                found[log_name(partition)] = WaitingLog(partition, self._broker_id, level, agreed, self._refuse)
         # What may be due comes first: a topic that takes many messages does not hold it up.
         term.logs = dict(sorted(found.items(), key=lambda one: LEVELS if one[1].level is None else one[1].level))
 
@@ -218,7 +215,7 @@ class DelayForwarder:
 
     async def _move(self, term: _Term, chunk: list[WaitingMessage]) -> None:
         """Moves messages in a transaction. After an error the outcome is in the node."""
-        self._holds.try_next(time.monotonic(), {one.topic for one in chunk if one.due_us <= now_us()})
+        self._holds.try_next(time.monotonic(), {one.topic for one in chunk if _is_due(one)})
         sends = defaultdict[str, list[CheckedMessage]](list)
         finals = set[str]()
         for message in sorted(chunk, key=lambda one: one.due_us):
@@ -227,7 +224,7 @@ class DelayForwarder:
                 sends[topic].append(sent)
                 finals |= {topic} if topic == message.topic else set()
         work = GlobalTransaction(
-            self._cluster, Staging(self._routes), Xid.random(self._prefix).gtrid,
+            self._cluster, Staging(self._routes), Xid.random(gtrid_prefix(self._broker_id)).gtrid,
             branch_timeout_s=0, answer_s=ANSWER_S, principal=BROKERS,
         )  # fmt: skip
         try:
@@ -238,43 +235,29 @@ class DelayForwarder:
             self._holds.failed(finals, time.monotonic())
             await work.rollback()  # of what is reached: the rest is rolled back when this begins again
             raise
-        await self._decide(term, work)
+        ends = {name: (one.end, one.partition.log.epochs().epoch_of_reader(one.end)) for name, one in term.logs.items()}
+        await term.node.decide(ends, work)
+        for name, one in term.logs.items():
+            one.offset = ends[name][0]
         self._holds.worked(finals)
         delivered = sum(len(messages) for topic, messages in sends.items() if topic in finals)
         self.figures = self.figures._replace(delivered=self.figures.delivered + delivered)
-        await self._finish(term, work)
-
-    async def _decide(self, term: _Term, work: GlobalTransaction) -> None:
-        ends = {name: (one.end, one.partition.log.epochs().epoch_of_reader(one.end)) for name, one in term.logs.items()}
-        committing = dict(term.moved.committing)
-        if work.prepared:
-            committing[work.gtrid.hex()] = tuple(work.prepared)
-        offsets = {**term.moved.offsets, **ends}  # also those of logs that are not open at present
-        term.moved = await self._change(replace(term.moved, offsets=offsets, committing=committing), work)
-        for name, one in term.logs.items():
-            one.offset = ends[name][0]
-
-    async def _change(self, moved: MovedDelays, work: GlobalTransaction | None = None) -> MovedDelays:
-        changed = await write_moved(self._session, self._broker_id, moved)
-        if changed is None:
-            if work is not None:
-                await work.rollback()
-            raise MetamqError(f"another replica of broker {self._broker_id} moves its delayed messages")
-        return changed
+        await term.node.finish(work)
 
     async def _route(self, message: WaitingMessage) -> tuple[str, CheckedMessage]:
         """Returns the topic for a message, and the message as it is sent there; no topic if it cannot be delivered."""
-        at_us, due_us = now_us(), message.due_us
-        if due_us <= at_us:
+        due_us, left_us = message.due_us, message.left_us
+        if _is_due(message):
             if not self._holds.pause_s(message.topic, time.monotonic()):
                 try:
                     return await self._final(message)
                 except (ConfigError, CorruptData) as error:  # the configuration of its topic cannot be read
                     self._refusals.failed("delayed messages of a topic wait", error)
                     self._holds.failed([message.topic], time.monotonic())
-            due_us = at_us + int(self._holds.pause_s(message.topic, time.monotonic()) * 1e6)
-        topic = await self._level(level_of(due_us - at_us))
-        headers = {**message.headers, DUE: b"%d" % due_us, TOPIC: message.topic.encode()}
+            due_us = now_us() + int(self._holds.pause_s(message.topic, time.monotonic()) * 1e6)
+        left_us = left_us or max(1, due_us - now_us())  # its topic is held, or a clock differs
+        topic = await self._level(level_of(left_us))
+        headers = {**message.headers, DUE: b"%d" % due_us, LEFT: b"%d" % left_us, TOPIC: message.topic.encode()}
         if message.partition is not None:
             headers[PARTITION] = message.partition.encode()
         sent = CheckedMessage(message.value, message.key, headers)
@@ -309,47 +292,3 @@ class DelayForwarder:
             if self._term is not None:
                 self._term.looked_s = -math.inf  # the next round counts what waits there
         return topic
-
-    # -- decided transactions, and those that a crash has left --------------------------------------------------------
-
-    async def _begin(self) -> MovedDelays:
-        """Changes the node, and returns it. Rolls back what is not decided: it never will be after that."""
-        changed = await self._change(await read_moved(self._session, self._broker_id))
-        client = TxClient(self._cluster)
-        for broker_id in await self._cluster.refresh_brokers():
-            try:
-                for one in await client.branches(broker_id):
-                    if one.xid.gtrid.startswith(self._prefix) and one.xid.gtrid.hex() not in changed.committing:
-                        await self._end(client, one.xid.gtrid, broker_id, Verb.ROLLBACK)
-            except MetamqError as error:  # what stays prepared there is never committed
-                log.info("delayed messages: broker %d is not asked for transactions now: %s", broker_id, error)
-        return changed
-
-    async def _finish(self, term: _Term, work: GlobalTransaction | None = None) -> None:
-        """Commits the decided transactions. The next change of the node leaves out those that are committed."""
-        client = TxClient(self._cluster)
-        left = dict[str, tuple[int, ...]]()
-        for gtrid, brokers in term.moved.committing.items():
-            if work is not None and gtrid == work.gtrid.hex() and not await work.commit():
-                continue
-            open_at = [one for one in brokers if not await self._is_committed(client, gtrid, one)]
-            if open_at:
-                left[gtrid] = tuple(open_at)
-        term.moved = replace(term.moved, committing=left)
-        term.finished_s = time.monotonic()
-
-    async def _is_committed(self, client: TxClient, gtrid: str, broker_id: int) -> bool:
-        try:
-            await self._end(client, bytes.fromhex(gtrid), broker_id, Verb.COMMIT)
-        except MetamqError as error:
-            self._log_once.failed(f"delayed messages are not readable at broker {broker_id} yet", error)
-            return False
-        return True
-
-    async def _end(self, client: TxClient, gtrid: bytes, broker_id: int, verb: Verb) -> None:
-        """Ends a branch. Raises MetamqError if its broker does not answer soon."""
-        branch = Branch(Xid(FORMAT_ID, gtrid, str(broker_id).encode()), broker_id, new_session(), principal=BROKERS)
-        try:
-            await client.ask(branch, [verb], timeout_s=RETRY_S)
-        except BranchNotKnown:
-            return  # it is ended already

@@ -1,14 +1,18 @@
 """The levels of delayed messages, and the rule that moves them. No I/O.
 
-Level k is a log for messages that wait for at least W(k) = 0.1 s * 2^k from the time at which they were put there. So
-the messages of a level leave it in the order in which they are, and the state of a level is one offset:
+Level k is a log for messages that wait there for W(k) = 0.1 s * 2^k. A message passes levels by what is left of its
+delay:
 
     level 0           left are less than 0.2 s: it leaves when it is due
-    level k           left are W(k) to W(k + 1): it leaves W(k) after it was put there, or when it is due
+    level k           left are W(k) to W(k + 1): it leaves W(k) later, by its own schedule, whenever it was put there
     the last level    left are W(k) or more
 
-A message that leaves goes to its topic if it is due, else to the level for what is left. A clock that steps, or a
-message at a wrong level, can hold up the messages behind it for W(k), not longer.
+INVARIANT: the levels that a message passes depend on its delay alone. A message that is late leaves them at once, but
+skips none. So messages with the same delay pass the same logs, in the order in which they were sent.
+
+What is left before and after a level is counted by the delay, not by a clock. A message whose clock is ahead, or that
+is at a wrong level, can hold up the messages behind it for 2 W(k), not longer. If it comes out of the last of its
+levels before it is due, it begins again with what is left by the clock.
 """
 
 from __future__ import annotations
@@ -30,9 +34,14 @@ def level_of(left_us: int) -> int:
     return max(0, min(LEVELS, (left_us // UNIT_US).bit_length()) - 1)
 
 
-def ready_us(level: int, put_us: int, due_us: int) -> int:
-    """Returns the time at which a message leaves a level."""
-    return min(due_us, put_us + wait_us(level if level else 1))
+def left_after_us(level: int, left_us: int) -> int:
+    """Returns what is left of a delay after a level, in microseconds."""
+    return max(0, left_us - wait_us(level)) if level else 0
+
+
+def ready_us(level: int, put_us: int, due_us: int, left_us: int) -> int:
+    """Returns the time at which a message leaves a level; `left_us`: what is left of its delay after it."""
+    return min(due_us - left_us, put_us + wait_us(max(level, 1) + 1))
 
 
 def retention_ms(level: int) -> int:

@@ -7,9 +7,9 @@ import os
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from metamq.broker.delays.levels import ready_us
+from metamq.broker.delays.levels import left_after_us, ready_us
 from metamq.broker.log_once import LogOnce
-from metamq.client.delayed import DUE, PARTITION
+from metamq.client.delayed import DELAY_MAX_S, DUE, LEFT, PARTITION
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.errors import MetamqError, UndecodableBatch
 from metamq.security.rights import DELAYED_SUFFIX
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TOPIC = "metamq-topic"
 """The header with a message's topic, at a level."""
 READ_BYTES = 256 * 1024
-_DUE_DIGITS = 17
+_DIGITS = 17
 
 
 class WaitingMessage(NamedTuple):
@@ -36,6 +36,8 @@ class WaitingMessage(NamedTuple):
     offset: int
     ready_us: int
     due_us: int
+    left_us: int
+    """Microseconds of its delay for which it waits at further levels."""
     topic: str
     partition: str | None
     """The partition that its producer named."""
@@ -61,11 +63,6 @@ class WaitingLog:
         self.log_once = LogOnce()
         self._read_to = offset
         self._ready: deque[WaitingMessage] = deque()
-
-    @property
-    def name(self) -> str:
-        """The name of the log in the node: a topic that is made again has another one."""
-        return f"{self.partition.topic_id}/{self.partition.index}"
 
     @property
     def waiting(self) -> int:
@@ -128,18 +125,26 @@ class WaitingLog:
     def _waiting_message(self, message: Message[bytes], put_us: int) -> WaitingMessage | None:
         """Returns the message; None, after a call of `refused`, if its headers are wrong: a client may send any."""
         headers = dict(message.headers)
-        due, topic, partition = (headers.pop(name, b"").decode(errors="replace") for name in (DUE, TOPIC, PARTITION))
+        due, left, topic, partition = (
+            headers.pop(name, b"").decode(errors="replace") for name in (DUE, LEFT, TOPIC, PARTITION)
+        )
         if self.level is None:
             topic = message.topic.removesuffix(DELAYED_SUFFIX)
-        is_time = due.isascii() and due.isdigit() and len(due) <= _DUE_DIGITS
-        if not is_time or (partition and not is_partition(partition)):
+        if not _is_number(due) or (partition and not is_partition(partition)):
             self._refused(f"{self._tp} offset {message.offset} is no delayed message")
             return None
-        due_us = int(due)
-        leaves_us = 0 if self.level is None else ready_us(self.level, put_us, due_us)
+        due_us, leaves_us = int(due), 0
+        left_us = min(int(left), DELAY_MAX_S * 1_000_000) if _is_number(left) else max(0, due_us - put_us)
+        if self.level is not None:
+            left_us = left_after_us(self.level, left_us)
+            leaves_us = ready_us(self.level, put_us, due_us, left_us)
         return WaitingMessage(
-            message.offset, leaves_us, due_us, topic, partition or None, message.key, message.value, headers
+            message.offset, leaves_us, due_us, left_us, topic, partition or None, message.key, message.value, headers
         )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _DIGITS
 
 
 def _read(part: FilePart, size: int) -> memoryview:

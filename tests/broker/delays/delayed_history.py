@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from metamq import Message
@@ -33,9 +33,28 @@ def send_delayed(running: Cluster, topic: str, count: int, longest_s: float, see
         for number in range(count):
             key = b"%d" % (number % 7) if number % 3 else None
             delay_s = chance.uniform(0.01, longest_s)
-            sent.append(Sent(b"%d" % number, key, due_us(delay_s, None)))
+            sent.append(Sent(b"%d" % number, key, due_us(delay_s, None)[0]))
             producer.send(topic, sent[-1].value, key, {"n": b"%d" % number}, delay_s=delay_s)
     return sent
+
+
+def send_in_order(running: Cluster, topic: str, count: int, delays_s: Sequence[float]) -> None:
+    """Sends messages with a number as their value; each of seven keys has messages with each of the delays."""
+    with running.producer() as producer:
+        for number in range(count):
+            key = b"%d" % (number // len(delays_s) % 7)
+            delay_s = delays_s[number % len(delays_s)]
+            producer.send(topic, b"%d" % number, key, {"delay": b"%g" % delay_s}, delay_s=delay_s)
+
+
+def check_order(found: Iterable[Message[Any]]) -> None:
+    """Raises Wrong unless messages of a key that have the same delay are in the order in which they were sent."""
+    last = dict[object, int]()
+    for message in found:
+        way = message.key, message.headers["delay"]
+        if int(message.value) <= last.get(way, -1):
+            raise Wrong(f"{message.value!r} comes after {last[way]} of {way}")
+        last[way] = int(message.value)
 
 
 def delayed(running: Cluster) -> Counter[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.delays import forwarder
+from metamq.broker.delays import forwarder, moved_node
+from metamq.broker.delays import waiting as waiting_module
 from metamq.broker.delays.waiting import WaitingLog, WaitingMessage
 from metamq.client.net.branches import TxClient
 from metamq.errors import ConnectError, CorruptData, MetamqError
@@ -21,7 +23,7 @@ from metamq.testing import Cluster
 from metamq.zk.cluster.delays import read_moved, write_moved
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.session.session import Session
-from tests.broker.delays.delayed_history import Sent, Wrong, check, read_all, send_delayed
+from tests.broker.delays.delayed_history import Sent, Wrong, check, check_order, read_all, send_delayed, send_in_order
 from tests.broker.ha.test_replication import replica_group
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, read_to_end, wait_until
@@ -50,8 +52,8 @@ class FailingCalls:
         self.failed = 0
         self.is_over = False
         self._chance = random.Random(seed)
-        self._wrap(patch, forwarder, "write_moved", ConnectionLost("the node", "cut"))
-        self._wrap(patch, forwarder, "read_moved", ConnectionLost("the node", "cut"))
+        self._wrap(patch, moved_node, "write_moved", ConnectionLost("the node", "cut"))
+        self._wrap(patch, moved_node, "read_moved", ConnectionLost("the node", "cut"))
         self._wrap(patch, TxClient, "ask", ConnectError("a broker", "cut"))
 
     def _wrap(self, patch: pytest.MonkeyPatch, where: Any, name: str, error: MetamqError) -> None:
@@ -89,6 +91,8 @@ def test_requests_fail_and_answers_are_lost(
     running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(forwarder, "RETRY_S", 0.02)
+    monkeypatch.setattr(moved_node, "RETRY_S", 0.02)
+    monkeypatch.setattr(forwarder, "CHUNK_MESSAGES", 20)  # many requests
     topic, sent = on_local(running, local, seed)
     calls = FailingCalls(monkeypatch, seed)
     wait_until(lambda: calls.failed > 15)
@@ -101,6 +105,7 @@ def test_the_check_finds_a_seeded_fault(
     running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(forwarder, "RETRY_S", 0.02)
+    monkeypatch.setattr(moved_node, "RETRY_S", 0.02)
     monkeypatch.setattr(forwarder, "CHUNK_MESSAGES", 50)
     if fault == "early":
         real = forwarder.now_us
@@ -108,7 +113,7 @@ def test_the_check_finds_a_seeded_fault(
     topic, sent = on_local(running, local, 7)
     calls = FailingCalls(monkeypatch, 7) if fault == "undecided" else None
     if fault == "offsets":  # a decision that ZooKeeper does not get counts as made, and the next change fails
-        write, forgotten = forwarder.write_moved, list[str]()
+        write, forgotten = moved_node.write_moved, list[str]()
 
         async def forgets(session: Any, broker_id: int, moved: Any) -> Any:
             if len(forgotten) < 2 and moved.committing:
@@ -118,13 +123,13 @@ def test_the_check_finds_a_seeded_fault(
                 return moved
             return await write(session, broker_id, moved)
 
-        monkeypatch.setattr(forwarder, "write_moved", forgets)
+        monkeypatch.setattr(moved_node, "write_moved", forgets)
     if fault == "undecided":  # after a lost answer it continues, and does not read the node
 
         async def skips(_session: Any, _broker_id: int, moved: Any) -> Any:
             return moved
 
-        monkeypatch.setattr(forwarder, "write_moved", skips)
+        monkeypatch.setattr(moved_node, "write_moved", skips)
     if calls is not None:
         wait_until(lambda: calls.failed > 15)
         calls.is_over = True
@@ -133,6 +138,37 @@ def test_the_check_finds_a_seeded_fault(
         found = read_to_end(consumer)
     with pytest.raises(Wrong):
         check(sent, found)
+
+
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_the_order_of_a_delay(
+    running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch, is_seeded: bool
+) -> None:
+    """The seeded fault: the way of a message depends on the time at which it is moved."""
+    if is_seeded:
+        real, chance = waiting_module.left_after_us, random.Random(3)
+        monkeypatch.setattr(
+            waiting_module,
+            "left_after_us",
+            lambda level, left_us: max(0, real(level, left_us) - chance.randrange(20_000)),
+        )
+    topic, _ = on_local(running, local, 12, count=0)
+    send_in_order(running, topic, 3000, [0.61, 0.81])
+    found = read_all(running, topic, 3000, lambda: waiting(local))
+    with pytest.raises(Wrong) if is_seeded else contextlib.nullcontext():
+        check_order(found)
+
+
+def test_the_order_of_a_delay_while_the_broker_is_killed() -> None:
+    with cluster() as running:
+        running.create_topic("orders", partitions=2)
+        send_in_order(running, "orders", 5000, [0.7, 3.3])
+        for _ in range(2):
+            running.processes[0].kill()
+            running.processes[0].start()
+        found = read_all(running, "orders", 5000)
+        check_order(found)
+        assert len(found) == 5000
 
 
 def test_offsets_of_lost_messages_hide_no_later_ones(running: Cluster, local: LocalBroker) -> None:

@@ -18,7 +18,7 @@ from metamq.errors import ConfigError, TopicNotFound, WrongType
 from metamq.testing import Cluster
 from metamq.tx import create_outcome_table, dbtx
 from metamq.tx.aio import dbtx as aio_dbtx
-from tests.broker.delays.delayed_history import check, delayed, read_all, send_delayed
+from tests.broker.delays.delayed_history import check, check_order, delayed, read_all, send_delayed, send_in_order
 from tests.one_zookeeper import cluster
 from tests.parts import wait_until
 
@@ -44,6 +44,13 @@ def test_thousands_of_delays_each_once_and_none_early(running: Cluster, topic: s
     assert len(found) == len(sent)
     names = ["0-0", "0-1", "1-0", "1-1"]
     assert all(one.partition == names[by_key_hash(topic, one.key, 4)] for one in found if one.key)
+
+
+def test_messages_of_a_key_with_the_same_delay_keep_their_order_under_load(running: Cluster, topic: str) -> None:
+    send_in_order(running, topic, 20_000, [0.05, 0.21, 0.41, 0.85, 3.3])
+    found = read_all(running, topic, 20_000)
+    check_order(found)
+    assert len(found) == 20_000
 
 
 def test_a_named_partition_is_kept_and_a_past_time_is_now(running: Cluster, topic: str) -> None:
