@@ -17,6 +17,8 @@ from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.schemas.topic import Topic
 from metamq.errors import ConfigError, MetamqError
 
+GUESS_RATIO = 0.8
+"""The likeness of a class that is guessed: most names end with Error, so difflib's own 0.6 finds any of them."""
 SEPARATOR = ":"
 DEBUG_HINT = "Mend the module, and start the worker again. With --debug it prints the stack trace."
 
@@ -80,7 +82,8 @@ def _exception_at(path: str) -> type[Exception]:
     try:
         found = attrgetter(name)(module)
     except AttributeError:
-        near = difflib.get_close_matches(name, [one for one, value in vars(module).items() if _is_exception(value)], 1)
+        classes = [one for one, value in vars(module).items() if _is_exception(value)]
+        near = difflib.get_close_matches(name, classes, 1, GUESS_RATIO)
         prefix = path.removesuffix(name)
         guess = f"Did you mean {prefix}{near[0]}? " if near else ""
         where = f"the module {module_name} has" if module_name else "Python has"
