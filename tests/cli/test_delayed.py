@@ -5,8 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
+
 from metamq.testing import Cluster
 from tests.cli.conftest import Metamq
+from tests.one_zookeeper import cluster
 from tests.parts import wait_until
 
 
@@ -28,3 +31,29 @@ def test_what_waits_is_shown(metamq: Metamq, running: Cluster, topic: str) -> No
     assert metamq("produce", topic, "--delay", "0.1s", "soon").status == 0
     with running.consumer(topics=topic, start="earliest") as consumer:
         assert next(iter(consumer)).value == b"soon"
+
+
+@pytest.mark.slow
+def test_brokers_that_cannot_be_asked_are_named(offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is down, and one hangs."""
+    with cluster(brokers=3) as three:
+        monkeypatch.setenv("METAMQ_ZOOKEEPER", three.zookeeper)
+        three.brokers[1].stop()
+        three.brokers[2].freeze()
+        try:
+            table, document = offline("delayed"), offline("delayed", "-o", "json")
+        finally:
+            three.brokers[2].thaw()
+    assert (table.status, document.status) == (1, 1)
+    assert [line.split() for line in table.text.splitlines()[1:]] == [["0", "0", "-"], ["1", "-", "-"], ["2", "-", "-"]]
+    well, down, silent = document.json
+    assert well == {"broker": 0, "waiting": 0, "next_due": None, "problem": ""}
+    assert down == {
+        "broker": 1, "waiting": None, "next_due": None,
+        "problem": "no connection to broker 1: it is not registered in ZooKeeper",
+    }  # fmt: skip
+    assert silent["problem"].startswith(f"no connection to 127.0.0.1:{three.brokers[2].port}: ")
+    for one in (down, silent):
+        assert f"The delayed messages at broker {one['broker']} are unknown: {one['problem']}" in table.talk
+        assert f"The delayed messages at broker {one['broker']} are unknown: " in document.talk
+    assert "Check that it runs." in table.talk
