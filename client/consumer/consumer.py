@@ -203,8 +203,9 @@ class Consumer(ConsumerApi[T]):
     def commit(self, position: Position = None, *, connection: BlockingConnection | None = NOT_GIVEN) -> None:
         """Commits offsets. Thread-safe.
 
-        position:   None commits all that is done. A message or a batch commits up to it, inclusive. A mapping
-                    {TopicPartition: next offset} commits the given offsets.
+        position:   None commits all that is done, and where nothing is done, the place where the group begins. A
+                    message or a batch commits up to it, inclusive. A mapping {TopicPartition: next offset} commits the
+                    given offsets.
         connection: with offsets=DatabaseOffsets(...), the offsets are written into the current transaction of this
                     connection (DB-API, SQLAlchemy's, Django's), and you commit the transaction. Results and offsets are
                     stored together or not at all, so each message counts exactly once. Needs auto_commit=False. Without

@@ -192,8 +192,8 @@ class ConsumerCore:
             with self.inbox.lock:
                 if first.is_committed:
                     state.committed_offset = first.offset
-                else:
-                    state.first_offset = first.offset
+                elif state.committed_offset is None:
+                    state.start = first.offset, first.epoch
                 if state.next_offset < 0:  # otherwise the application has called seek() meanwhile
                     state.begin_at(first.offset, first.epoch)
             self._fetch_from(state, state.next_offset)
@@ -220,8 +220,9 @@ class ConsumerCore:
             self.inbox.rewind(state)
         await asyncio.gather(*(self._until_released(state) for state in states))
         is_well = not states or await self._notify(self._on_revoked, states)
-        commits = is_well and self.plan.auto_commit
-        finals = {state.tp: state.due_commit() if commits else None for state in states}
+        auto = self.plan.auto_commit
+        commits = is_well and (auto or self.plan.offsets is None)  # a database gets only the application's commits
+        finals = {state.tp: state.last_commit(auto_commit=auto) if commits else None for state in states}
         for state in states:
             self._remove(state)
         return finals

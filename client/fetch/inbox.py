@@ -59,8 +59,8 @@ class PartitionState:
     claim: Ownership | None
     next_offset: int
     """The next offset to deliver, while no batch is in flight."""
-    first_offset: int | None = None
-    """The start offset, if there was no committed offset."""
+    start: tuple[int, int] | None = None
+    """The start offset and the epoch before it, until a commit is tried. None if the group had an offset."""
     committed_offset: int | None = None
     assumed_offset: int | None = None
     """The offset that a transaction of the application has committed. The transaction may have failed."""
@@ -115,13 +115,17 @@ class PartitionState:
         return self.lowest_offset < end_offset <= max(self.reached_offset, self.done_offset(last_done=True))
 
     def due_commit(self) -> tuple[int, int] | None:
-        """Returns the offset to commit and its epoch. None if it is committed, or no message was done since the
-        start."""
+        """Returns the offset to commit and its epoch, or None if it is committed. Before the first message is done, it
+        is the place where the consumer began: so the lag of the partition is known when messages come."""
         done, epoch = self.done_offset(), self.epoch
         if self.in_flight is not None and done > self.in_flight.batch.offset:
             epoch = self.in_flight.batch.epoch
-        untouched = self.first_offset if self.committed_offset is None else self.committed_offset
-        return None if done < 0 or done == untouched else (done, epoch)
+        return None if done < 0 or done == self.committed_offset else (done, epoch)
+
+    def last_commit(self, *, auto_commit: bool) -> tuple[int, int] | None:
+        """Returns the offset that the release commits, and its epoch. Without `auto_commit` it is the start, if the
+        application has committed nothing."""
+        return self.due_commit() if auto_commit else self.start
 
     def lag(self) -> int | None:
         """Returns the number of messages that are stored and not done, or None before the first answer."""

@@ -93,7 +93,7 @@ def test_a_coroutine_function_is_refused(shop: Shop, group: str, listener: Any) 
     shop.numbers(topic, 1)
     with shop.consumer(topic, group, idle_timeout_s=60) as consumer, pytest.raises(WrongType, match=r"metamq\.aio"):
         consumer.run(listener)
-    assert shop.committed(group)[tp(topic)] is None
+    assert shop.committed(group)[tp(topic)] in (None, 0)
 
 
 def test_a_message_whose_listener_returns_something_to_be_awaited_is_not_done(shop: Shop, group: str) -> None:
@@ -387,7 +387,7 @@ def test_close_ends_it_at_once_while_a_handler_is_busy(shop: Shop, group: str) -
     go_on.set()
     thread.join(60)
     assert not thread.is_alive()
-    assert shop.committed(group)[tp(topic)] is None
+    assert shop.committed(group)[tp(topic)] == 0
 
 
 def test_what_was_in_hand_in_a_loop_is_done_when_run_asks_for_the_next(shop: Shop, group: str) -> None:
