@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from metamq.client.admin.admin import Admin as Admin
     from metamq.client.consumer.consumer import Consumer as Consumer
     from metamq.client.consumer.health import ConsumerHealth as ConsumerHealth
-    from metamq.client.consumer.retrying import Rollback as Rollback
     from metamq.client.fetch.message_batch import MessageBatch as MessageBatch
+    from metamq.client.handling.retry_policy import Rollback as Rollback
     from metamq.client.model import Message as Message
     from metamq.client.model import Receipt as Receipt
     from metamq.client.model import ReceiptRange as ReceiptRange
@@ -66,7 +66,7 @@ _HOME = {
     "ProducerHealth": "metamq.client.producer.producer_health",
     "Receipt": "metamq.client.model",
     "ReceiptRange": "metamq.client.model",
-    "Rollback": "metamq.client.consumer.retrying",
+    "Rollback": "metamq.client.handling.retry_policy",
     "Scan": "metamq.client.scan.scan",
     "Schema": "metamq.zk.cluster.schemas",
     "SecurityConfig": "metamq.security.config",

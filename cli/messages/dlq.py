@@ -29,7 +29,7 @@ from metamq.cli.show.output import (
 )
 from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import EXISTING_GROUP, TOPIC, Parsed, parse_time
-from metamq.client.consumer.dead_letters import dead_letter_topic
+from metamq.client.handling.dead_letters import dead_letter_topic
 from metamq.client.model import Message
 from metamq.errors import ConfigError, TopicNotFound
 from metamq.tx.app.aio_dead_letters import DeadLetter, LetterFilter

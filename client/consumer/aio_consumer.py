@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from metamq.client.checks import check_callables, check_seconds, partition_of
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
-from metamq.client.consumer.dead_letters import DeadLetters
 from metamq.client.consumer.key_order import KeyOrderTasks
 from metamq.client.consumer.listener import ListenerTasks
 from metamq.client.consumer.receivers import TaskReceiver
-from metamq.client.consumer.retrying import Order, RetryPolicy, check_run
+from metamq.client.consumer.retrying import Order, check_run
 from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
+from metamq.client.handling.dead_letters import DeadLetters
+from metamq.client.handling.retry_policy import RetryPolicy
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.connections import NOT_GIVEN, AnyConnection, database_of
 from metamq.client.one_loop import OneLoop

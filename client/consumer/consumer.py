@@ -16,13 +16,14 @@ from metamq.client.background import at_once, background
 from metamq.client.checks import check_callables, check_seconds, not_picklable, partition_of
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
-from metamq.client.consumer.dead_letters import DeadLetters
 from metamq.client.consumer.key_order import KeyOrderPool
 from metamq.client.consumer.listener import ListenerPool
 from metamq.client.consumer.receivers import ThreadReceiver
-from metamq.client.consumer.retrying import Listener, Order, RetryPolicy, check_no_time_limit, check_run
+from metamq.client.consumer.retrying import Listener, Order, check_no_time_limit, check_run
 from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
+from metamq.client.handling.dead_letters import DeadLetters
+from metamq.client.handling.retry_policy import RetryPolicy
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.connections import NOT_GIVEN, BlockingConnection, blocking_database_of
 from metamq.client.one_loop import OneLoop

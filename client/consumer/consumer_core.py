@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
-from metamq.client.consumer.handler_figures import HandlerFigures
 from metamq.client.consumer.health import PUBLISH_LIMIT_S, ConsumerHealth, done_offsets, health_of, watch_progress
 from metamq.client.consumer.loop_end import LoopEnd
 from metamq.client.consumer.unshared import UnsharedAssignment
@@ -29,6 +28,7 @@ from metamq.client.fetch.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.forks import register_for_forks
 from metamq.client.group.assignment import AssignedPartition, not_assigned
 from metamq.client.group.rebalance import ZKLoadRebalanceListener
+from metamq.client.handling.handler_figures import HandlerFigures
 from metamq.client.net.cluster import MASTER, ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.net.outages import Outages

@@ -19,9 +19,9 @@ from metamq.client.consumer.retrying import POLL_S, ListenerRun
 
 if TYPE_CHECKING:
     from metamq.client.background import BackgroundLoop
-    from metamq.client.consumer.dead_letters import DeadLetters
     from metamq.client.consumer.receivers import TaskReceiver, ThreadReceiver
     from metamq.client.fetch.inbox import InFlightBatch
+    from metamq.client.handling.dead_letters import DeadLetters
     from metamq.client.model import Message
 
 INTERRUPT_PATIENCE_S = 0.1

@@ -17,8 +17,8 @@ from metamq.client.consumer.loop_end import LoopEnd, LoopStep
 if TYPE_CHECKING:
     from metamq.client.background import BackgroundLoop
     from metamq.client.consumer.consumer_core import ConsumerCore
-    from metamq.client.consumer.handler_figures import HandlerFigures
     from metamq.client.fetch.inbox import Inbox, InFlightBatch, OpenWindow
+    from metamq.client.handling.handler_figures import HandlerFigures
 
 
 class _Wait:

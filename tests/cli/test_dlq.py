@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.client.consumer.dead_letters import dead_letter_headers, dead_letter_topic
+from metamq.client.handling.dead_letters import dead_letter_headers, dead_letter_topic
 from metamq.client.model import Message
 from metamq.errors import ConnectError
 from metamq.testing import Cluster

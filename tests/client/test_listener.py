@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import Message, Rollback, TopicPartition
-from metamq.client.consumer.dead_letters import dead_letter_headers, dead_letter_topic
-from metamq.client.consumer.retrying import RETRY_DELAY_MAX_S, RetryPolicy
+from metamq.client.handling.dead_letters import dead_letter_headers, dead_letter_topic
+from metamq.client.handling.retry_policy import RETRY_DELAY_MAX_S, RetryPolicy
 from metamq.errors import ConfigError, DecodeError, WrongType
 from tests.client.idle import all_of, run_until
 from tests.parts import wait_until

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 from metamq.client.admin.admin_brokers import ask_offsets
 from metamq.client.checks import wrong_type
 from metamq.client.consumer.aio_consumer import Consumer
-from metamq.client.consumer.dead_letters import ORIGIN_HEADERS, dead_letter_topic
+from metamq.client.handling.dead_letters import ORIGIN_HEADERS, dead_letter_topic
 from metamq.client.settings import cluster_access
 from metamq.errors import BranchNotKnown, ConfigError, MetamqError, NotAuthorized
 from metamq.tx.app.aio_producer import Producer
