@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from metamq.client.consumer.consumer import Consumer as Consumer
     from metamq.client.consumer.health import ConsumerHealth as ConsumerHealth
     from metamq.client.fetch.message_batch import MessageBatch as MessageBatch
+    from metamq.client.handling.retry_policy import GiveUp as GiveUp
     from metamq.client.handling.retry_policy import Rollback as Rollback
     from metamq.client.model import Message as Message
     from metamq.client.model import Receipt as Receipt
@@ -57,6 +58,7 @@ _HOME = {
     "Delivery": "metamq.client.producer.outgoing",
     "FileOffsets": "metamq.client.offsets.offsets_file",
     "FlushEvery": "metamq.zk.cluster.topics",
+    "GiveUp": "metamq.client.handling.retry_policy",
     "LetterFilter": "metamq.tx.app.aio_dead_letters",
     "ManyDelivery": "metamq.client.producer.outgoing",
     "Message": "metamq.client.model",
@@ -85,6 +87,7 @@ __all__ = [
     "Delivery",
     "FileOffsets",
     "FlushEvery",
+    "GiveUp",
     "LetterFilter",
     "ManyDelivery",
     "Message",

@@ -65,15 +65,15 @@ def load(path: str) -> Any:
         ) from None
 
 
-def load_exceptions(paths: Sequence[str]) -> tuple[type[Exception], ...]:
+def load_exceptions(option: str, paths: Sequence[str]) -> tuple[type[Exception], ...]:
     """Imports classes of exceptions; a name without a module is one of Python's own. Raises as load()."""
     found = []
     for path in paths:
         one = load(path if SEPARATOR in path else f"builtins:{path}")
         if not isinstance(one, type) or not issubclass(one, Exception):
             raise ConfigError(
-                f"--retry-on {path} is no class of exceptions",
-                hint="Give the errors of an outage, as psycopg:OperationalError or ConnectionError.",
+                f"{option} {path} is no class of exceptions",
+                hint="Give the path of a class, as psycopg:OperationalError, or the name of one of Python's.",
             )
         found.append(one)
     return tuple(found)

@@ -79,6 +79,12 @@ TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else chec
     help="Error of an outage, which is no attempt; may be given several times. Without a module it is one of Python's.",
 )
 @click.option(
+    "--give-up-on",
+    metavar="MODULE:CLASS",
+    multiple=True,
+    help="Error after which a message goes to the dead letters at once; may be given several times.",
+)
+@click.option(
     "--handler-timeout", type=SECONDS, help="Cancel an attempt of an `async` handler after this time: it has failed."
 )
 @click.option("--no-dead-letter", is_flag=True, help="End with status 1 at a message that fails in each attempt.")
@@ -179,7 +185,9 @@ def _worker(
             hint=f"Write `def {name}(message, consumer)`, and call consumer.commit(message).",
         )
     run = {name: options[name] for name in ("order", "concurrency", "max_attempts")}
-    run |= {"retry_delay_s": options["retry_delay"], "retry_on": load_exceptions(options["retry_on"])}
+    run["retry_delay_s"] = options["retry_delay"]
+    run["retry_on"] = load_exceptions("--retry-on", options["retry_on"])
+    run["give_up_on"] = load_exceptions("--give-up-on", options["give_up_on"])
     run["handler_timeout_s"] = options["handler_timeout"]
     consumer = {
         "topics": load_topics(options["topics"]),

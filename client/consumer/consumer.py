@@ -23,7 +23,7 @@ from metamq.client.consumer.retrying import Listener, Order, check_no_time_limit
 from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.handling.dead_letters import DeadLetters
-from metamq.client.handling.retry_policy import RetryPolicy
+from metamq.client.handling.retry_policy import Errors, RetryPolicy
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.connections import NOT_GIVEN, BlockingConnection, blocking_database_of
 from metamq.client.one_loop import OneLoop
@@ -286,7 +286,8 @@ class Consumer(ConsumerApi[T]):
         concurrency: int = 4,
         max_attempts: int = 5,
         retry_delay_s: float = 0.1,
-        retry_on: type[Exception] | tuple[type[Exception], ...] = (),
+        retry_on: Errors = (),
+        give_up_on: Errors = (),
         dead_letter: bool = True,
         handler_timeout_s: None = None,
     ) -> None:
@@ -303,6 +304,9 @@ class Consumer(ConsumerApi[T]):
         attempts: give the errors of an outage, such as `retry_on=psycopg.OperationalError`. Their pauses double, too,
         up to 30 s. Meanwhile the messages behind it wait in order, and health() has the error.
 
+        After metamq.GiveUp("why"), or an error of `give_up_on`, there is no further attempt: name the errors of the
+        message itself, such as `give_up_on=(ValidationError, KeyError)`. They count also if they are of `retry_on`.
+
         There is no `handler_timeout_s` here, since Python cannot stop a function in a thread: ConfigError. The health()
         of a partition names the message that is `running`, and how long.
 
@@ -313,7 +317,7 @@ class Consumer(ConsumerApi[T]):
         check_no_time_limit(handler_timeout_s)
         order = check_run(order, dead_letter, self._core.plan)
         dead_letters = DeadLetters(self._access, self._core.plan.group) if dead_letter else None
-        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on)
+        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on)
         kind = {"partition": ListenerPool, "key": KeyOrderPool}[order]
         pool = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver, self._background)
         with self._one_loop.begun(threading.current_thread) as check_loop:

@@ -12,6 +12,9 @@ DOUBLINGS_MAX = 1000
 """The most doublings of the delay: 2.0 ** 1024 raises OverflowError."""
 ROLLBACK_DELAY_S = 0.1
 
+Errors = type[Exception] | tuple[type[Exception], ...]
+"""A class of exceptions, or several."""
+
 
 class Rollback(Exception):
     """Raised by a listener to receive the message again after `delay_s` seconds, without counting an attempt."""
@@ -22,35 +25,50 @@ class Rollback(Exception):
         self.delay_s = delay_s
 
 
+class GiveUp(Exception):
+    """Raised by a listener to send the message to the dead letters at once, with this reason."""
+
+    def __init__(self, reason: str = "the listener gave it up") -> None:
+        super().__init__(reason)
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """The number of attempts per message, their time limit, and the pauses between them. An error of `retry_on` is no
-    attempt."""
+    attempt; after one of `give_up_on`, and GiveUp, there is no further one."""
 
     max_attempts: int
     retry_delay_s: float
-    retry_on: type[Exception] | tuple[type[Exception], ...] = ()
+    retry_on: Errors = ()
+    give_up_on: Errors = ()
     handler_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        kinds = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
-        if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
-            raise wrong_type("`retry_on`", "a class of exceptions, or a tuple of them", self.retry_on)
+        for name, given in (("retry_on", self.retry_on), ("give_up_on", self.give_up_on)):
+            kinds = given if isinstance(given, tuple) else (given,)
+            if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
+                raise wrong_type(f"`{name}`", "a class of exceptions, or a tuple of them", given)
         check_whole("max_attempts", self.max_attempts, 1)
         check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
         check_seconds("handler_timeout_s", self.handler_timeout_s)
         if self.handler_timeout_s == 0:
             raise ConfigError("run: `handler_timeout_s` is 0", hint="Give seconds, or None for no limit.")
 
+    def is_final(self, error: Exception) -> bool:
+        """Returns True if a further attempt would not help. An error that is also of `retry_on` is final, too."""
+        return isinstance(error, (GiveUp, self.give_up_on))
+
     def counts(self, error: Exception) -> bool:
         """Returns True if the error is a failed attempt: not a Rollback, and not of `retry_on`."""
-        return not isinstance(error, Rollback) and not isinstance(error, self.retry_on)
+        return self.is_final(error) or not isinstance(error, (Rollback, self.retry_on))
 
     def pause_after(self, error: Exception, failed_attempts: int, outages: int = 0) -> float | None:
         """Returns the seconds until the next attempt, or None to give up.
 
         `failed_attempts` includes this one if it counts. `outages`: the errors of `retry_on` in a row, with this one.
         """
+        if self.is_final(error):
+            return None
         if isinstance(error, Rollback):
             return error.delay_s
         if not self.counts(error):

@@ -274,6 +274,10 @@ def test_options_reach_run_and_the_consumer(
     (folder / "up").touch()
     assert ended(one)[0] == 0
 
+    fill(running, topic, 1)
+    status, talk = ended(worker("fails", "--give-up-on", "LookupError", *idle))
+    assert (status, "given up after 1 attempt," in talk) == (0, True), talk
+
 
 def test_decode_turns_bytes_into_values(running: Cluster, topic: str, folder: Path, worker: Work) -> None:
     fill(running, topic, 8)
@@ -332,6 +336,10 @@ def test_its_log_lines_are_json(worker: Work) -> None:
         (["handlers:slow", "--lifespan", "handlers:no_context"], "the lifespan returns no context manager"),
         (["handlers:slow", "--lifespan", "handlers:lifespan_async"], "the lifespan is for asyncio"),
         (["handlers:slow", "--retry-on", "handlers:three"], "--retry-on handlers:three is no class of exceptions"),
+        (
+            ["handlers:slow", "--give-up-on", "KeyErr"],
+            "the module builtins has no 'KeyErr' Did you mean builtins:KeyErr",
+        ),
         (["handlers:slow", "-t", "handlers:three"], "handlers:three is a Topic, and there is another --topic"),
         (["handlers:slow", "-t", "no-such-topic"], "no-such-topic"),
         (["handlers:slow", "--no-auto-commit"], "handlers:slow cannot commit, and --no-auto-commit leaves that to it"),
