@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import warnings
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 from metamq.client.checks import check_callables, check_seconds, partition_of
+from metamq.client.consumer.aio_loop import ConsumerLoop
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer.key_order import KeyOrderTasks
@@ -29,6 +30,7 @@ from metamq.client.typevars import T
 from metamq.errors import ForkedError
 
 if TYPE_CHECKING:
+    from metamq.client.consumer.receivers import Wait
     from metamq.client.fetch.inbox import InFlightBatch
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.offsets.offsets import OffsetStorage
@@ -92,7 +94,8 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._callbacks = _awaited(on_assigned), _awaited(on_revoked)
         self._in_flight: InFlightBatch | None = None
         self._one_loop = OneLoop()
-        self._fields: Iterator[tuple[Any, ...]] | None = None
+        self._messages: Iterator[Message[T]] = iter(())
+        """The rest of the messages in flight."""
         self._closed = True
 
     async def open(self) -> Self:
@@ -106,49 +109,51 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._closed = False
         return self
 
-    async def __aiter__(self) -> AsyncGenerator[Message[T], None]:
-        """Iterates over messages until close() or `idle_timeout_s`. A new loop continues where the last one ended."""
-        self._core.check_loop_may_begin()
-        with self._one_loop.begun(asyncio.current_task) as check_loop:
-            while True:
-                check_loop()
-                if self._fields is None:
-                    self._finish()
-                    in_flight = await self._receiver.take()
-                    if in_flight is None:
-                        return
-                    self._fields = self._iterate(in_flight)
-                    self._in_flight = in_flight
-                for fields in self._fields:
-                    message: Message[T] = message_of(fields)
-                    if self._filter is None or self._filter(message):
-                        yield message
-                self._finish()
+    def __aiter__(self) -> ConsumerLoop[Message[T]]:
+        """Iterates over messages until close() or `idle_timeout_s`. A new loop continues where the last one ended.
 
-    async def batches(self, max_messages: int | None = None) -> AsyncGenerator[MessageBatch[T], None]:
+        A cancelled step, as by a time-out, loses no message: the next step of the same loop continues.
+        """
+        self._core.check_loop_may_begin()
+        return ConsumerLoop(self._one_loop, self._receiver.new_wait, self._next_message, lambda: self._messages)
+
+    async def _next_message(self, wait: Wait, check_loop: Callable[[], None]) -> Message[T] | None:
+        while True:
+            check_loop()
+            for message in self._messages:
+                return message
+            self._finish()
+            in_flight = await self._receiver.take(wait=wait)
+            if in_flight is None:
+                return None
+            self._messages = self._iterate(in_flight)
+            self._in_flight = in_flight
+
+    def batches(self, max_messages: int | None = None) -> ConsumerLoop[MessageBatch[T]]:
         """Iterates over batches as they are stored, without an object per message; see metamq.Consumer.batches."""
         self._check_batches(max_messages)
-        with self._one_loop.begun(asyncio.current_task) as check_loop:
-            check_loop()
-            self._finish()
-            while True:
-                in_flight = await self._receiver.take(whole=True, max_messages=max_messages or 0)
-                if in_flight is None:
-                    return
-                self._in_flight = in_flight
-                yield in_flight.batch
-                check_loop()
-                self._finish(is_handled=True)
+        yielded: InFlightBatch | None = None
 
-    def _iterate(self, in_flight: InFlightBatch) -> Iterator[tuple[Any, ...]]:
+        async def next_batch(wait: Wait, check_loop: Callable[[], None]) -> MessageBatch[T] | None:
+            nonlocal yielded
+            check_loop()
+            self._finish(is_handled=self._in_flight is yielded)
+            yielded = await self._receiver.take(whole=True, max_messages=max_messages or 0, wait=wait)
+            self._in_flight = yielded
+            return None if yielded is None else yielded.batch
+
+        return ConsumerLoop(self._one_loop, self._receiver.new_wait, next_batch)
+
+    def _iterate(self, in_flight: InFlightBatch) -> Iterator[Message[T]]:
         try:
-            return in_flight.iterate()
+            messages: Iterator[Message[T]] = map(message_of, in_flight.iterate())
         except BaseException:
             self._receiver.release(in_flight, last_done=False)
             raise
+        return messages if self._filter is None else filter(self._filter, messages)
 
     def _finish(self, *, is_handled: bool = False) -> None:
-        in_flight, self._in_flight, self._fields = self._in_flight, None, None
+        in_flight, self._in_flight, self._messages = self._in_flight, None, iter(())
         if in_flight is not None:
             self._receiver.release(in_flight, last_done=is_handled or not in_flight.is_rejected)
 

@@ -21,27 +21,28 @@ if TYPE_CHECKING:
     from metamq.client.handling.handler_figures import HandlerFigures
 
 
-class _Wait:
+class Wait:
     """The wait for one batch: the time until the next check, and the time to ask for the end of the data."""
 
-    def __init__(self, end: LoopEnd, *, confirms: bool = True) -> None:
+    def __init__(self, end: LoopEnd, idle_timeout_s: float | None, *, confirms: bool = True) -> None:
         self._end = end
+        self._idle_timeout_s = idle_timeout_s
         self._confirms = confirms
         self._idle_since = time.monotonic()
         self.is_over = False
         """True if no further batch will come."""
 
-    def wait_s(self, idle_timeout_s: float | None) -> float | None:
+    def wait_s(self) -> float | None:
         """Returns the seconds until the next check (None: no limit; 0: ask for the end). Raises a lasting obstacle's
         error."""
-        if idle_timeout_s is None:
+        if self._idle_timeout_s is None:
             return None
         if not self._confirms:
             self._end.check_patience()
-            wait_s = max(self._idle_since + idle_timeout_s - time.monotonic(), 0.0)
+            wait_s = max(self._idle_since + self._idle_timeout_s - time.monotonic(), 0.0)
             self.is_over = not wait_s
             return wait_s
-        decision = self._end.look(idle_timeout_s, self._idle_since)
+        decision = self._end.look(self._idle_timeout_s, self._idle_since)
         self._idle_since = decision.idle_since
         return 0.0 if decision.step is LoopStep.ASK else decision.wait_s
 
@@ -59,6 +60,10 @@ class ThreadReceiver:
     idle_timeout_s: float | None
     _: KW_ONLY
     confirms: bool = True
+
+    def new_wait(self) -> Wait:
+        """Returns a wait that begins now."""
+        return Wait(self.core.end, self.idle_timeout_s, confirms=self.confirms)
 
     def take(
         self, stop: threading.Event | None = None, *, whole: bool = False, max_messages: int = 0
@@ -82,7 +87,7 @@ class ThreadReceiver:
 
     def _take(self, stop: threading.Event | None, take: Callable[[], InFlightBatch | None]) -> InFlightBatch | None:
         inbox = self.core.inbox
-        wait: _Wait | None = None
+        wait: Wait | None = None
         while True:
             with inbox.lock:
                 if inbox.stopped or (stop is not None and stop.is_set()):
@@ -90,8 +95,8 @@ class ThreadReceiver:
                 in_flight = take()
                 if in_flight is not None:
                     return in_flight
-                wait = wait or _Wait(self.core.end, confirms=self.confirms)
-                wait_s = None if wait.is_over else wait.wait_s(self.idle_timeout_s)
+                wait = wait or self.new_wait()
+                wait_s = None if wait.is_over else wait.wait_s()
                 if wait.is_over:
                     return None
                 if wait_s is None or wait_s > 0:
@@ -144,9 +149,16 @@ class TaskReceiver:
         self._filled = asyncio.Event()
         core.inbox.notify = self._filled.set
 
-    async def take(self, *, whole: bool = False, max_messages: int = 0) -> InFlightBatch | None:
-        """Waits for a batch. Returns None if the inbox was stopped or idle."""
-        in_flight = await self._take(partial(self._core.inbox.take, whole=whole, max_messages=max_messages))
+    def new_wait(self) -> Wait:
+        """Returns a wait that begins now."""
+        return Wait(self._core.end, self._idle_timeout_s)
+
+    async def take(
+        self, *, whole: bool = False, max_messages: int = 0, wait: Wait | None = None
+    ) -> InFlightBatch | None:
+        """Waits for a batch. Returns None if the inbox was stopped or idle. A cancelled call has taken none; a further
+        one with the same `wait` continues to count its idle time."""
+        in_flight = await self._take(partial(self._core.inbox.take, whole=whole, max_messages=max_messages), wait)
         if in_flight is not None and (reports := telemetry.current) is not None:
             in_flight.processing = reports.taken(in_flight.batch, self.group)
         return in_flight
@@ -155,19 +167,18 @@ class TaskReceiver:
         """Waits for a batch like take(), and adds it to the window of its partition."""
         return await self._take(partial(self._core.inbox.take_window, open_window))
 
-    async def _take(self, take: Callable[[], InFlightBatch | None]) -> InFlightBatch | None:
+    async def _take(self, take: Callable[[], InFlightBatch | None], wait: Wait | None = None) -> InFlightBatch | None:
         inbox = self._core.inbox
-        wait: _Wait | None = None
         while not inbox.stopped:
             self._filled.clear()
             with inbox.lock:
                 in_flight = take()
             if in_flight is not None:
                 return in_flight
-            wait = wait or _Wait(self._core.end)
+            wait = wait or self.new_wait()
             if wait.is_over:
                 return None
-            wait_s = wait.wait_s(self._idle_timeout_s)
+            wait_s = wait.wait_s()
             if wait_s is None or wait_s > 0:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):  # wait_for() of Python 3.11 may lose a cancellation
