@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -15,7 +16,7 @@ from metamq.client.consumer.consumer_api import ConsumerApi, Position, partition
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer.key_order import KeyOrderTasks
 from metamq.client.consumer.listener import ListenerTasks
-from metamq.client.consumer.receivers import TaskReceiver
+from metamq.client.consumer.receivers import PollWait, TaskReceiver
 from metamq.client.consumer.retrying import Order, check_run
 from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
@@ -129,16 +130,27 @@ class Consumer(OpenedLater, ConsumerApi[T]):
             self._messages = self._iterate(in_flight)
             self._in_flight = in_flight
 
-    def batches(self, max_messages: int | None = None) -> ConsumerLoop[MessageBatch[T]]:
+    async def poll(self, timeout_s: float | None = None) -> Message[T] | None:
+        """Returns the next message, or None if none came within `timeout_s` seconds; see metamq.Consumer.poll."""
+        check_seconds("timeout_s", timeout_s)
+        self._core.check_loop_may_begin()
+        task = asyncio.current_task()
+        message = await self._next_message(PollWait(timeout_s), lambda: self._one_loop.has_item(task))
+        if message is None:
+            self._one_loop.has_none(task)
+        return message
+
+    def batches(self, max_messages: int | None = None, within_s: float | None = None) -> ConsumerLoop[MessageBatch[T]]:
         """Iterates over batches as they are stored, without an object per message; see metamq.Consumer.batches."""
-        self._check_batches(max_messages)
+        self._check_batches(max_messages, within_s)
+        take = partial(self._receiver.take, whole=True, max_messages=max_messages or 0, within_s=within_s or 0.0)
         yielded: InFlightBatch | None = None
 
         async def next_batch(wait: Wait, check_loop: Callable[[], None]) -> MessageBatch[T] | None:
             nonlocal yielded
             check_loop()
             self._finish(is_handled=self._in_flight is yielded)
-            yielded = await self._receiver.take(whole=True, max_messages=max_messages or 0, wait=wait)
+            yielded = await take(wait=wait)
             self._in_flight = yielded
             return None if yielded is None else yielded.batch
 

@@ -78,6 +78,7 @@ class ConsumerCore:
         self.inbox = Inbox(self._may_deliver)
         self.handlers = HandlerFigures()
         self._budget = FetchBudget(options, self.inbox)
+        self.inbox.may_grow = self._budget.allows_more
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
         self._queue = FetchRequestQueue(lambda source: self._sources.runner(source).wake())

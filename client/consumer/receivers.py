@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from metamq.client.handling.handler_figures import HandlerFigures
 
 
+DUE_S_MIN = 0.001
+"""The least seconds to wait for a batch that is due: 0 would ask for the end of the data."""
+
+
 class Wait:
     """The wait for one batch: the time until the next check, and the time to ask for the end of the data."""
 
@@ -32,10 +36,16 @@ class Wait:
         self.is_over = False
         """True if no further batch will come."""
 
-    def wait_s(self) -> float | None:
+    def wait_s(self, due_at: float | None = None) -> float | None:
         """Returns the seconds until the next check (None: no limit; 0: ask for the end). Raises a lasting obstacle's
-        error."""
-        if self._idle_timeout_s is None:
+        error.
+
+        `due_at`: the monotonic time at which a batch, which waits for more messages, is due. It ends the idle time.
+        """
+        if due_at is not None:
+            self._idle_since, self.is_over = time.monotonic(), False
+            return max(due_at - self._idle_since, DUE_S_MIN)
+        if self._idle_timeout_s is None or self.is_over:
             return None
         if not self._confirms:
             self._end.check_patience()
@@ -45,6 +55,20 @@ class Wait:
         decision = self._end.look(self._idle_timeout_s, self._idle_since)
         self._idle_since = decision.idle_since
         return 0.0 if decision.step is LoopStep.ASK else decision.wait_s
+
+
+class PollWait(Wait):
+    """The wait of poll(): it ends after so many seconds, whatever the state of the cluster is."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.is_over = False
+        self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def wait_s(self, due_at: float | None = None) -> float | None:
+        """Returns the seconds that are left, or None without a limit."""
+        left_s = None if self._ends_at is None else self._ends_at - time.monotonic()
+        self.is_over = left_s is not None and left_s <= 0
+        return left_s
 
 
 @dataclass(eq=False)
@@ -66,13 +90,19 @@ class ThreadReceiver:
         return Wait(self.core.end, self.idle_timeout_s, confirms=self.confirms)
 
     def take(
-        self, stop: threading.Event | None = None, *, whole: bool = False, max_messages: int = 0
+        self,
+        stop: threading.Event | None = None,
+        *,
+        whole: bool = False,
+        max_messages: int = 0,
+        within_s: float = 0.0,
+        wait: Wait | None = None,
     ) -> InFlightBatch | None:
         """Waits for a batch. Returns None if the inbox is stopped or idle, or if `stop` is set and poke() is called."""
         taken: list[InFlightBatch] = []
-        take = partial(self.core.inbox.take, whole=whole, taken=taken, max_messages=max_messages)
+        take = partial(self.core.inbox.take, whole=whole, taken=taken, max_messages=max_messages, within_s=within_s)
         try:
-            in_flight = self._take(stop, take)
+            in_flight = self._take(stop, take, wait)
             if in_flight is not None and (reports := telemetry.current) is not None:
                 in_flight.processing = reports.taken(in_flight.batch, self.group)
             return in_flight
@@ -85,9 +115,10 @@ class ThreadReceiver:
         """Waits for a batch like take(), and adds it to the window of its partition. A Ctrl-C must not end the wait."""
         return self._take(stop, partial(self.core.inbox.take_window, open_window))
 
-    def _take(self, stop: threading.Event | None, take: Callable[[], InFlightBatch | None]) -> InFlightBatch | None:
+    def _take(
+        self, stop: threading.Event | None, take: Callable[[], InFlightBatch | None], wait: Wait | None = None
+    ) -> InFlightBatch | None:
         inbox = self.core.inbox
-        wait: Wait | None = None
         while True:
             with inbox.lock:
                 if inbox.stopped or (stop is not None and stop.is_set()):
@@ -96,7 +127,7 @@ class ThreadReceiver:
                 if in_flight is not None:
                     return in_flight
                 wait = wait or self.new_wait()
-                wait_s = None if wait.is_over else wait.wait_s()
+                wait_s = wait.wait_s(inbox.due_at)
                 if wait.is_over:
                     return None
                 if wait_s is None or wait_s > 0:
@@ -154,11 +185,12 @@ class TaskReceiver:
         return Wait(self._core.end, self._idle_timeout_s)
 
     async def take(
-        self, *, whole: bool = False, max_messages: int = 0, wait: Wait | None = None
+        self, *, whole: bool = False, max_messages: int = 0, within_s: float = 0.0, wait: Wait | None = None
     ) -> InFlightBatch | None:
         """Waits for a batch. Returns None if the inbox was stopped or idle. A cancelled call has taken none; a further
         one with the same `wait` continues to count its idle time."""
-        in_flight = await self._take(partial(self._core.inbox.take, whole=whole, max_messages=max_messages), wait)
+        take = partial(self._core.inbox.take, whole=whole, max_messages=max_messages, within_s=within_s)
+        in_flight = await self._take(take, wait)
         if in_flight is not None and (reports := telemetry.current) is not None:
             in_flight.processing = reports.taken(in_flight.batch, self.group)
         return in_flight
@@ -176,9 +208,9 @@ class TaskReceiver:
             if in_flight is not None:
                 return in_flight
             wait = wait or self.new_wait()
+            wait_s = wait.wait_s(inbox.due_at)
             if wait.is_over:
                 return None
-            wait_s = wait.wait_s()
             if wait_s is None or wait_s > 0:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):  # wait_for() of Python 3.11 may lose a cancellation
