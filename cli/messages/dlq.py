@@ -121,7 +121,7 @@ def list_groups(groups: tuple[str, ...], output: str) -> None:
 def show(group: str, most: int | None, output: str, **options: Any) -> None:
     """Show the dead letters of GROUP: where each comes from, its error, and how often it was tried and sent again.
 
-    With --id it shows all of a letter, also its value, headers and whole error.
+    With --id it shows all of a letter, also its value, headers, whole error and traceback.
 
     \b
     metamq dlq show etl --since -1h
@@ -172,6 +172,8 @@ def _print_letter(one: DeadLetter) -> None:
     }
     for name, value in lines.items():
         print_line(f"{name}: {value}")
+    if one.traceback:
+        print_line(f"Traceback:\n{one.traceback.rstrip()}")
     print_line(f"Value:\n{one.value.decode(errors='backslashreplace')}")
 
 
@@ -329,6 +331,7 @@ def _letter_json(one: DeadLetter) -> dict[str, Any]:
         "attempts": one.attempts,
         "resent": one.resent,
         "error": one.error,
+        "traceback": one.traceback,
         **document_of(_message(one)),
     }
 

@@ -121,6 +121,8 @@ class ListenerRun(ABC):
             return await self._handle_each(in_flight, times)
 
     async def _handle_each(self, in_flight: InFlightBatch, times: HandlerTimes) -> bool:
+        outcome: object
+        failure: Exception | None
         is_limited, now_s = self.policy.handler_timeout_s is not None, time.monotonic
         while True:
             try:
@@ -128,20 +130,20 @@ class ListenerRun(ABC):
                     message: Message[Any] = message_of(fields)
                     if self.filter is not None and not self.filter(message):
                         continue
-                    began_s = now_s()
+                    began_s, outcome, failure = now_s(), None, None
                     in_flight.calling = began_s, message
                     try:  # a coroutine for each message would cost a fifth of the rate
                         outcome = self.listener(message)
                         if self._awaits and outcome is not None and inspect.isawaitable(outcome):
                             await (self._within_limit(outcome, message) if is_limited else outcome)
                     except Exception as error:
-                        times.ended(began_s, error)
-                        if not await self._try_again(in_flight, message, error):
+                        failure = error
+                    times.ended(began_s, failure)
+                    if failure is not None:  # outside of `except`: it would be the context of each further error
+                        if not await self._try_again(in_flight, message, failure):
                             return False
-                    else:
-                        times.ended(began_s)
-                        if outcome is not None and not self._awaits:
-                            self._check_done(outcome)
+                    elif outcome is not None and not self._awaits:
+                        self._check_done(outcome)
                     if self._is_stopped():
                         break  # the rest of the batch is delivered again, to the next reader
                 return True
@@ -156,17 +158,23 @@ class ListenerRun(ABC):
 
     async def _handle_one(self, in_flight: InFlightBatch, message: Message[Any]) -> bool:
         """Calls the listener with a message, whose value is as it is stored. Returns False if it is not done."""
+        failure: Exception | None
+        outcome, failure = None, None
         if in_flight.batch.decodes:
             try:
                 message = in_flight.batch.decoded_message(message.offset)
             except DecodeError as error:
-                return await self._try_again(in_flight, message, error, is_rejected=True)
-        if self.filter is not None and not self.filter(message):
-            return True
-        try:
-            outcome = await self._call(in_flight, message)
-        except Exception as error:
-            return await self._try_again(in_flight, message, error)
+                failure = error
+        is_rejected = failure is not None
+        if failure is None:
+            if self.filter is not None and not self.filter(message):
+                return True
+            try:
+                outcome = await self._call(in_flight, message)
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            return await self._try_again(in_flight, message, failure, is_rejected=is_rejected)
         if not self._awaits:
             self._check_done(outcome)
         return True

@@ -1,8 +1,9 @@
-"""Messages that get no further attempt: GiveUp, `give_up_on`. The same with threads and in asyncio."""
+"""Messages that get no further attempt: GiveUp, `give_up_on`; their tracebacks. With threads and in asyncio."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 from metamq import GiveUp, Message, Rollback, TopicPartition
 from metamq.client.handling.retry_policy import RetryPolicy
 from metamq.errors import DecodeError, WrongType
+from metamq.wire.limits import MESSAGE_BYTES_MAX
 from tests.client.idle import all_of
 
 if TYPE_CHECKING:
@@ -91,3 +93,35 @@ def test_a_message_that_decode_rejects_may_be_one_of_them(shop: Shop, group: str
     run(lambda message: None, topic, group, settings={"decode": decode}, give_up_on=DecodeError)
     assert len(letters(shop, group, 1)) == 1
     assert rejected[b"none"] == 1
+
+
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_the_letter_and_the_log_have_the_traceback_of_the_last_error_only(
+    shop: Shop, group: str, run: Run, order: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = shop.topic()
+    shop.send(topic, [b"0", b"none"], "0-0")
+
+    def deep(message: Message[Any]) -> None:
+        raise ValueError("cannot be done")
+
+    caplog.set_level(logging.WARNING, "metamq.client")
+    run(deep, topic, group, settings={"decode": int}, order=order, max_attempts=2, retry_delay_s=0.001)
+    failed, rejected = [letter.headers["metamq-traceback"].decode() for letter in letters(shop, group, 2)]
+    assert failed.count("Traceback (most recent call last)") == failed.count("in deep\n") == 1
+    assert failed.endswith("ValueError: cannot be done\n")
+    assert "ValueError: invalid literal for int()" in rejected
+    assert "During handling of the above exception" not in caplog.text + failed + rejected
+
+
+def test_a_message_without_room_for_the_traceback_is_kept(shop: Shop, group: str, run: Run) -> None:
+    topic = shop.topic(max_message_bytes=MESSAGE_BYTES_MAX)
+    value = b"." * (MESSAGE_BYTES_MAX - 1_000)
+    shop.send(topic, [value], "0-0")
+
+    def fail(message: Message[Any]) -> None:
+        raise ValueError("x" * 500)
+
+    run(fail, topic, group, give_up_on=ValueError)
+    [letter] = letters(shop, group, 1)
+    assert (letter.value, "metamq-traceback" in letter.headers) == (value, False)
