@@ -38,6 +38,15 @@ class OneLoop:
         finally:
             self._leave(loop)
 
+    def has_item(self, worker: Worker) -> None:
+        """Notes that the worker asks for one item without a loop. Raises ConfigError while another worker has one, or
+        a loop."""
+        self._enter(worker, worker)
+
+    def has_none(self, worker: Worker) -> None:
+        """Notes that the worker got no further item."""
+        self._leave(worker)
+
     def _enter(self, loop: object, worker: Worker) -> None:
         if self._loop is loop and self._worker is worker:
             return

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from metamq.client.admin.admin import Admin as Admin
     from metamq.client.consumer.consumer import Consumer as Consumer
     from metamq.client.consumer.health import ConsumerHealth as ConsumerHealth
-    from metamq.client.consumer.retrying import Rollback as Rollback
     from metamq.client.fetch.message_batch import MessageBatch as MessageBatch
-    from metamq.client.handling import LogFilter as LogFilter
+    from metamq.client.handling.current import LogFilter as LogFilter
+    from metamq.client.handling.retry_policy import GiveUp as GiveUp
+    from metamq.client.handling.retry_policy import Rollback as Rollback
     from metamq.client.model import Message as Message
     from metamq.client.model import Receipt as Receipt
     from metamq.client.model import ReceiptRange as ReceiptRange
@@ -58,8 +59,9 @@ _HOME = {
     "Delivery": "metamq.client.producer.outgoing",
     "FileOffsets": "metamq.client.offsets.offsets_file",
     "FlushEvery": "metamq.zk.cluster.topics",
+    "GiveUp": "metamq.client.handling.retry_policy",
     "LetterFilter": "metamq.tx.app.aio_dead_letters",
-    "LogFilter": "metamq.client.handling",
+    "LogFilter": "metamq.client.handling.current",
     "ManyDelivery": "metamq.client.producer.outgoing",
     "Message": "metamq.client.model",
     "MessageBatch": "metamq.client.fetch.message_batch",
@@ -68,7 +70,7 @@ _HOME = {
     "ProducerHealth": "metamq.client.producer.producer_health",
     "Receipt": "metamq.client.model",
     "ReceiptRange": "metamq.client.model",
-    "Rollback": "metamq.client.consumer.retrying",
+    "Rollback": "metamq.client.handling.retry_policy",
     "Scan": "metamq.client.scan.scan",
     "Schema": "metamq.zk.cluster.schemas",
     "SecurityConfig": "metamq.security.config",
@@ -87,6 +89,7 @@ __all__ = [
     "Delivery",
     "FileOffsets",
     "FlushEvery",
+    "GiveUp",
     "LetterFilter",
     "LogFilter",
     "ManyDelivery",

@@ -3,8 +3,8 @@
 from metamq.client.admin.aio_admin import Admin
 from metamq.client.consumer.aio_consumer import Consumer
 from metamq.client.consumer.health import ConsumerHealth
-from metamq.client.consumer.retrying import Rollback
 from metamq.client.fetch.message_batch import MessageBatch
+from metamq.client.handling.retry_policy import GiveUp, Rollback
 from metamq.client.model import Message, Receipt, ReceiptRange
 from metamq.client.offsets.offsets import OffsetStorage
 from metamq.client.offsets.offsets_database import DatabaseOffsets
@@ -29,6 +29,7 @@ __all__ = [
     "Delivery",
     "FileOffsets",
     "FlushEvery",
+    "GiveUp",
     "LetterFilter",
     "ManyDelivery",
     "Message",

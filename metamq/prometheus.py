@@ -20,12 +20,12 @@ from prometheus_client.registry import Collector
 
 from metamq.client.checks import wrong_type
 from metamq.client.consumer.consumer_api import ConsumerApi
-from metamq.client.consumer.handler_figures import HANDLER_BOUNDS_S
+from metamq.client.handling.handler_figures import HANDLER_BOUNDS_S
 from metamq.client.producer.producer_api import ProducerApi
 
 if TYPE_CHECKING:
-    from metamq.client.consumer.handler_figures import HandlerHealth
     from metamq.client.consumer.health import ConsumerHealth
+    from metamq.client.handling.handler_figures import HandlerHealth
     from metamq.client.producer.producer_health import ProducerHealth, TopicHealth
 
 __all__ = ["ClientCollector"]

@@ -23,11 +23,11 @@ from metamq.client.admin.admin_model import (
     TopicDescription,
     TopicSettings,
 )
-from metamq.client.consumer.handler_figures import HandlerHealth
 from metamq.client.consumer.health import PartitionHealth
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings
 from metamq.client.fetch.inbox import RunningMessage
 from metamq.client.group.assignment import RebalanceHealth
+from metamq.client.handling.handler_figures import HandlerHealth
 from metamq.client.offsets.offsets import CommitRequest
 from metamq.client.producer.producer_api import ArrowTable, ProducerSettings
 from metamq.client.producer.producer_core import ProducerOptions

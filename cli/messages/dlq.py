@@ -29,7 +29,7 @@ from metamq.cli.show.output import (
 )
 from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import EXISTING_GROUP, TOPIC, Parsed, parse_time
-from metamq.client.consumer.dead_letters import dead_letter_topic
+from metamq.client.handling.dead_letters import dead_letter_topic
 from metamq.client.model import Message
 from metamq.errors import TopicNotFound
 from metamq.tx.app.aio_dead_letters import DeadLetter, LetterFilter
@@ -124,7 +124,7 @@ def list_groups(groups: tuple[str, ...], output: str) -> None:
 def show(group: str, most: int | None, output: str, **options: Any) -> None:
     """Show the dead letters of GROUP: where each comes from, its error, and how often it was tried and sent again.
 
-    With --id it shows all of a letter, also its value, headers and whole error.
+    With --id it shows all of a letter, also its value, headers, whole error and traceback.
 
     \b
     metamq dlq show etl --since -1h
@@ -177,6 +177,8 @@ def _print_letter(one: DeadLetter) -> None:
     }
     for name, value in lines.items():
         print_line(f"{name}: {value}")
+    if one.traceback:
+        print_line(f"Traceback:\n{one.traceback.rstrip()}")
     print_line(f"Value:\n{one.value.decode(errors='backslashreplace')}")
 
 
@@ -339,6 +341,7 @@ def _letter_json(one: DeadLetter) -> dict[str, Any]:
         "attempts": one.attempts,
         "resent": one.resent,
         "error": one.error,
+        "traceback": one.traceback,
         **document_of(_message(one)),
     }
 

@@ -71,12 +71,12 @@ def load(path: str) -> Any:
         ) from None
 
 
-def load_exceptions(paths: Sequence[str]) -> tuple[type[Exception], ...]:
+def load_exceptions(option: str, paths: Sequence[str]) -> tuple[type[Exception], ...]:
     """Imports classes of exceptions; a name without a module is one of Python's own. Raises as load()."""
-    return tuple(map(_exception_at, paths))
+    return tuple(_exception_at(option, path) for path in paths)
 
 
-def _exception_at(path: str) -> type[Exception]:
+def _exception_at(option: str, path: str) -> type[Exception]:
     module_name, _, name = path.rpartition(SEPARATOR)
     module = _imported(module_name, path) if module_name else builtins
     try:
@@ -88,13 +88,13 @@ def _exception_at(path: str) -> type[Exception]:
         guess = f"Did you mean {prefix}{near[0]}? " if near else ""
         where = f"the module {module_name} has" if module_name else "Python has"
         raise ConfigError(
-            f"--retry-on {path}: {where} no exception of this name",
+            f"{option} {path}: {where} no exception of this name",
             hint=f"{guess}Write MODULE:CLASS, as sqlalchemy.exc:OperationalError.",
         ) from None
     if not _is_exception(found):
         raise ConfigError(
-            f"--retry-on {path} is no class of exceptions",
-            hint="Give the errors of an outage, as psycopg:OperationalError or ConnectionError.",
+            f"{option} {path} is no class of exceptions",
+            hint="Give a class, as psycopg:OperationalError, or the name of one of Python's.",
         )
     kind: type[Exception] = found
     return kind

@@ -27,7 +27,7 @@ from metamq.cli.worker.program import (
     load_topics,
 )
 from metamq.cli.worker.running import HandlerRun, WorkerSignals
-from metamq.client.handling import LogFilter
+from metamq.client.handling.current import LogFilter
 from metamq.client.settings import CONFIG_FILE_VARIABLE, ROOT_VARIABLE, ZOOKEEPER_VARIABLE
 from metamq.errors import MetamqError
 from metamq.zk.names import check_topic
@@ -85,6 +85,12 @@ TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else chec
     metavar="MODULE:CLASS",
     multiple=True,
     help="Error of an outage, which is no attempt; may be given several times. Without a module it is one of Python's.",
+)
+@click.option(
+    "--give-up-on",
+    metavar="MODULE:CLASS",
+    multiple=True,
+    help="Error after which a message goes to the dead letters at once; may be given several times.",
 )
 @click.option(
     "--handler-timeout", type=SECONDS, help="Cancel an attempt of an `async` handler after this time: it has failed."
@@ -194,7 +200,8 @@ def _worker(
 def _arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arguments of the Consumer and of its run(). Raises ConfigError."""
     run = {name: options[name] for name in ("order", "concurrency", "max_attempts")}
-    run |= {"retry_delay_s": options["retry_delay"], "retry_on": load_exceptions(options["retry_on"])}
+    run |= {"retry_delay_s": options["retry_delay"], "retry_on": load_exceptions("--retry-on", options["retry_on"])}
+    run["give_up_on"] = load_exceptions("--give-up-on", options["give_up_on"])
     run |= {"handler_timeout_s": options["handler_timeout"], "dead_letter": not options["no_dead_letter"]}
     consumer = {
         "topics": load_topics(options["topics"]),

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import warnings
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 from metamq.client.checks import check_callables, check_seconds, partition_of
+from metamq.client.consumer.aio_loop import ConsumerLoop
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, faults_of_the_program, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
-from metamq.client.consumer.dead_letters import DeadLetters
 from metamq.client.consumer.key_order import KeyOrderTasks
 from metamq.client.consumer.listener import ListenerTasks
-from metamq.client.consumer.receivers import TaskReceiver
-from metamq.client.consumer.retrying import Order, RetryPolicy, check_run
+from metamq.client.consumer.receivers import PollWait, TaskReceiver
+from metamq.client.consumer.retrying import Order, check_run
 from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
+from metamq.client.handling.dead_letters import DeadLetters
+from metamq.client.handling.retry_policy import Errors, RetryPolicy
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.connections import NOT_GIVEN, AnyConnection, database_of
 from metamq.client.one_loop import OneLoop
@@ -28,6 +31,7 @@ from metamq.client.typevars import T
 from metamq.errors import ForkedError
 
 if TYPE_CHECKING:
+    from metamq.client.consumer.receivers import Wait
     from metamq.client.fetch.inbox import InFlightBatch
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.offsets.offsets import OffsetStorage
@@ -91,7 +95,8 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._callbacks = _awaited(on_assigned), _awaited(on_revoked)
         self._in_flight: InFlightBatch | None = None
         self._one_loop = OneLoop()
-        self._fields: Iterator[tuple[Any, ...]] | None = None
+        self._messages: Iterator[Message[T]] = iter(())
+        """The rest of the messages in flight."""
         self._closed = True
 
     async def open(self) -> Self:
@@ -105,49 +110,62 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._closed = False
         return self
 
-    async def __aiter__(self) -> AsyncGenerator[Message[T], None]:
-        """Iterates over messages until close() or `idle_timeout_s`. A new loop continues where the last one ended."""
+    def __aiter__(self) -> ConsumerLoop[Message[T]]:
+        """Iterates over messages until close() or `idle_timeout_s`. A new loop continues where the last one ended.
+
+        A cancelled step, as by a time-out, loses no message: the next step of the same loop continues.
+        """
         self._core.check_loop_may_begin()
-        with self._one_loop.begun(asyncio.current_task) as check_loop:
-            while True:
-                check_loop()
-                if self._fields is None:
-                    self._finish()
-                    in_flight = await self._receiver.take()
-                    if in_flight is None:
-                        return
-                    self._fields = self._iterate(in_flight)
-                    self._in_flight = in_flight
-                for fields in self._fields:
-                    message: Message[T] = message_of(fields)
-                    if self._filter is None or self._filter(message):
-                        yield message
-                self._finish()
+        return ConsumerLoop(self._one_loop, self._receiver.new_wait, self._next_message, lambda: self._messages)
 
-    async def batches(self, max_messages: int | None = None) -> AsyncGenerator[MessageBatch[T], None]:
-        """Iterates over batches as they are stored, without an object per message; see metamq.Consumer.batches."""
-        self._check_batches(max_messages)
-        with self._one_loop.begun(asyncio.current_task) as check_loop:
+    async def _next_message(self, wait: Wait, check_loop: Callable[[], None]) -> Message[T] | None:
+        while True:
             check_loop()
+            for message in self._messages:
+                return message
             self._finish()
-            while True:
-                in_flight = await self._receiver.take(whole=True, max_messages=max_messages or 0)
-                if in_flight is None:
-                    return
-                self._in_flight = in_flight
-                yield in_flight.batch
-                check_loop()
-                self._finish(is_handled=True)
+            in_flight = await self._receiver.take(wait=wait)
+            if in_flight is None:
+                return None
+            self._messages = self._iterate(in_flight)
+            self._in_flight = in_flight
 
-    def _iterate(self, in_flight: InFlightBatch) -> Iterator[tuple[Any, ...]]:
+    async def poll(self, timeout_s: float | None = None) -> Message[T] | None:
+        """Returns the next message, or None if none came within `timeout_s` seconds; see metamq.Consumer.poll."""
+        check_seconds("timeout_s", timeout_s)
+        self._core.check_loop_may_begin()
+        task = asyncio.current_task()
+        message = await self._next_message(PollWait(timeout_s), lambda: self._one_loop.has_item(task))
+        if message is None:
+            self._one_loop.has_none(task)
+        return message
+
+    def batches(self, max_messages: int | None = None, within_s: float | None = None) -> ConsumerLoop[MessageBatch[T]]:
+        """Iterates over batches as they are stored, without an object per message; see metamq.Consumer.batches."""
+        self._check_batches(max_messages, within_s)
+        take = partial(self._receiver.take, whole=True, max_messages=max_messages or 0, within_s=within_s or 0.0)
+        yielded: InFlightBatch | None = None
+
+        async def next_batch(wait: Wait, check_loop: Callable[[], None]) -> MessageBatch[T] | None:
+            nonlocal yielded
+            check_loop()
+            self._finish(is_handled=self._in_flight is yielded)
+            yielded = await take(wait=wait)
+            self._in_flight = yielded
+            return None if yielded is None else yielded.batch
+
+        return ConsumerLoop(self._one_loop, self._receiver.new_wait, next_batch)
+
+    def _iterate(self, in_flight: InFlightBatch) -> Iterator[Message[T]]:
         try:
-            return in_flight.iterate()
+            messages: Iterator[Message[T]] = map(message_of, in_flight.iterate())
         except BaseException:
             self._receiver.release(in_flight, last_done=False)
             raise
+        return messages if self._filter is None else filter(self._filter, messages)
 
     def _finish(self, *, is_handled: bool = False) -> None:
-        in_flight, self._in_flight, self._fields = self._in_flight, None, None
+        in_flight, self._in_flight, self._messages = self._in_flight, None, iter(())
         if in_flight is not None:
             self._receiver.release(in_flight, last_done=is_handled or not in_flight.is_rejected)
 
@@ -206,7 +224,8 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         concurrency: int = 4,
         max_attempts: int = 5,
         retry_delay_s: float = 0.1,
-        retry_on: type[Exception] | tuple[type[Exception], ...] = (),
+        retry_on: Errors = (),
+        give_up_on: Errors = (),
         dead_letter: bool = True,
         handler_timeout_s: float | None = None,
     ) -> None:
@@ -221,7 +240,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._core.check_loop_may_begin()
         order = check_run(order, dead_letter, self._plan)
         dead_letters = DeadLetters(self._access, self._plan.group) if dead_letter else None
-        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, handler_timeout_s)
+        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on, handler_timeout_s)
         kind = {"partition": ListenerTasks, "key": KeyOrderTasks}[order]
         tasks = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver)
         with self._one_loop.begun(asyncio.current_task) as check_loop:

@@ -16,13 +16,14 @@ from metamq.client.background import at_once, background
 from metamq.client.checks import check_callables, check_seconds, not_picklable, partition_of
 from metamq.client.consumer.consumer_api import ConsumerApi, Position, faults_of_the_program, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
-from metamq.client.consumer.dead_letters import DeadLetters
 from metamq.client.consumer.key_order import KeyOrderPool
 from metamq.client.consumer.listener import ListenerPool
-from metamq.client.consumer.receivers import ThreadReceiver
-from metamq.client.consumer.retrying import Listener, Order, RetryPolicy, check_no_time_limit, check_run
+from metamq.client.consumer.receivers import PollWait, ThreadReceiver
+from metamq.client.consumer.retrying import Listener, Order, check_no_time_limit, check_run
 from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
+from metamq.client.handling.dead_letters import DeadLetters
+from metamq.client.handling.retry_policy import Errors, RetryPolicy
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.connections import NOT_GIVEN, BlockingConnection, blocking_database_of
 from metamq.client.one_loop import OneLoop
@@ -31,6 +32,7 @@ from metamq.client.typevars import T
 from metamq.errors import ClosedError, ConfigError, ForkedError
 
 if TYPE_CHECKING:
+    from metamq.client.consumer.receivers import Wait
     from metamq.client.fetch.inbox import InFlightBatch
     from metamq.client.fetch.message_batch import MessageBatch
     from metamq.client.offsets.offsets import OffsetStorage
@@ -126,6 +128,8 @@ class Consumer(ConsumerApi[T]):
         self._filter = filter
         self._in_flight: InFlightBatch | None = None
         self._slices: Iterator[Iterator[tuple[Any, ...]]] | None = None
+        self._slice: Iterator[Message[T]] = iter(())
+        """The messages of the present slice, for poll()."""
         self._one_loop = OneLoop()
         self._closed = True
         self._close_ended = threading.Event()
@@ -152,15 +156,42 @@ class Consumer(ConsumerApi[T]):
                     return
                 assert self._slices is not None
                 for fields in self._slices:
-                    messages: Iterator[Message[T]] = map(message_of, fields)
-                    yield messages if self._filter is None else filter(self._filter, messages)
+                    yield self._messages(fields)
                     check_loop()
                 self._finish()
 
-    def _take_slices(self) -> bool:
+    def _messages(self, fields: Iterator[tuple[Any, ...]]) -> Iterator[Message[T]]:
+        messages: Iterator[Message[T]] = map(message_of, fields)
+        return messages if self._filter is None else filter(self._filter, messages)
+
+    def poll(self, timeout_s: float | None = None) -> Message[T] | None:
+        """Returns the next message, or None if none came within `timeout_s` seconds; None waits without limit.
+
+        As in a loop, the call makes the message before it done. After stop() it returns None at once. It is for a loop
+        that has other work to do, for example to store what it has collected. `idle_timeout_s` does not apply: an
+        outage ends no poll(). One thread polls: another one gets ConfigError, until the first one has got None, or
+        has ended.
+        """
+        check_seconds("timeout_s", timeout_s)
+        self._core.check_loop_may_begin()
+        self._one_loop.has_item(thread := threading.current_thread())
+        wait = PollWait(timeout_s)
+        while True:
+            for message in self._slice:
+                return message
+            if self._slices is None and not self._take_slices(wait):
+                self._one_loop.has_none(thread)
+                return None
+            assert self._slices is not None
+            if (fields := next(self._slices, None)) is None:
+                self._finish()
+            else:
+                self._slice = self._messages(fields)
+
+    def _take_slices(self, wait: Wait | None = None) -> bool:
         """Waits for a batch. Returns False at the end."""
         self._finish()
-        in_flight = self._receiver.take()
+        in_flight = self._receiver.take(wait=wait)
         if in_flight is None:
             return False
         self._in_flight = in_flight  # before any call: a Ctrl-C may come in a call
@@ -171,18 +202,20 @@ class Consumer(ConsumerApi[T]):
             raise
         return True
 
-    def batches(self, max_messages: int | None = None) -> Iterator[MessageBatch[T]]:
+    def batches(self, max_messages: int | None = None, within_s: float | None = None) -> Iterator[MessageBatch[T]]:
         """Iterates over batches as they are stored, without an object per message. Ends as iteration does.
 
         `max_messages` joins fetched batches of a partition, up to this number of messages: fewer and larger
         batches, if the producers' batches are small. It does not wait for more messages, and splits no stored batch.
+        With `within_s` it waits: a batch comes when it is full, or so many seconds after its first message arrived
+        here, or when `prefetch_bytes` hold no more. Each partition waits for itself; no idle time runs meanwhile.
         """
-        self._check_batches(max_messages)
+        self._check_batches(max_messages, within_s)
         with self._one_loop.begun(threading.current_thread) as check_loop:
             check_loop()
             self._finish()
             while True:
-                in_flight = self._receiver.take(whole=True, max_messages=max_messages or 0)
+                in_flight = self._receiver.take(whole=True, max_messages=max_messages or 0, within_s=within_s or 0.0)
                 if in_flight is None:
                     return
                 self._in_flight = in_flight
@@ -195,7 +228,7 @@ class Consumer(ConsumerApi[T]):
 
         A batch whose loop ended early is not done.
         """
-        self._slices = None
+        self._slices, self._slice = None, iter(())
         if self._in_flight is not None:
             self._receiver.release(self._in_flight, last_done=is_handled or not self._in_flight.is_rejected)
             self._in_flight = None  # after release(): if a Ctrl-C interrupts that, the next call repeats it
@@ -204,8 +237,9 @@ class Consumer(ConsumerApi[T]):
     def commit(self, position: Position = None, *, connection: BlockingConnection | None = NOT_GIVEN) -> None:
         """Commits offsets. Thread-safe.
 
-        position:   None commits all that is done. A message or a batch commits up to it, inclusive. A mapping
-                    {TopicPartition: next offset} commits the given offsets.
+        position:   None commits all that is done, and where nothing is done, the place where the group begins. A
+                    message or a batch commits up to it, inclusive. A mapping {TopicPartition: next offset} commits the
+                    given offsets.
         connection: with offsets=DatabaseOffsets(...), the offsets are written into the current transaction of this
                     connection (DB-API, SQLAlchemy's, Django's), and you commit the transaction. Results and offsets are
                     stored together or not at all, so each message counts exactly once. Needs auto_commit=False. Without
@@ -285,7 +319,8 @@ class Consumer(ConsumerApi[T]):
         concurrency: int = 4,
         max_attempts: int = 5,
         retry_delay_s: float = 0.1,
-        retry_on: type[Exception] | tuple[type[Exception], ...] = (),
+        retry_on: Errors = (),
+        give_up_on: Errors = (),
         dead_letter: bool = True,
         handler_timeout_s: None = None,
     ) -> None:
@@ -302,6 +337,9 @@ class Consumer(ConsumerApi[T]):
         attempts: give the errors of an outage, such as `retry_on=psycopg.OperationalError`. Their pauses double, too,
         up to 30 s. Meanwhile the messages behind it wait in order, and health() has the error.
 
+        After metamq.GiveUp("why"), or an error of `give_up_on`, there is no further attempt: name the errors of the
+        message itself, such as `give_up_on=(ValidationError, KeyError)`. They count also if they are of `retry_on`.
+
         There is no `handler_timeout_s` here, since Python cannot stop a function in a thread: ConfigError. The health()
         of a partition names the message that is `running`, and how long.
 
@@ -314,7 +352,7 @@ class Consumer(ConsumerApi[T]):
         check_no_time_limit(handler_timeout_s)
         order = check_run(order, dead_letter, self._core.plan)
         dead_letters = DeadLetters(self._access, self._core.plan.group) if dead_letter else None
-        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on)
+        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on)
         kind = {"partition": ListenerPool, "key": KeyOrderPool}[order]
         pool = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver, self._background)
         with self._one_loop.begun(threading.current_thread) as check_loop:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic
 
-from metamq.client.checks import check_whole, partition_of, wrong_type
+from metamq.client.checks import check_seconds, check_whole, partition_of, wrong_type
 from metamq.client.fetch.commit_in import Position, commit_in, offset_write
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message
@@ -66,10 +66,18 @@ class ConsumerApi(Generic[T]):
         """
         return self._core.health()
 
-    def _check_batches(self, max_messages: int | None) -> None:
-        """Checks the argument of batches(). Raises ConfigError also for a consumer with a filter."""
+    @property
+    def stopped(self) -> bool:
+        """True after stop() or close(): loops end, and poll() returns None at once. Thread-safe."""
+        return self._core.inbox.stopped
+
+    def _check_batches(self, max_messages: int | None, within_s: float | None) -> None:
+        """Checks the arguments of batches(). Raises ConfigError also for a consumer with a filter."""
         if max_messages is not None:
             check_whole("max_messages", max_messages, 1)
+        check_seconds("within_s", within_s)
+        if within_s is not None and max_messages is None:
+            raise ConfigError("batches(within_s=...) needs the size of a full batch", hint="Give max_messages=, too.")
         if self._filter is not None:
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         self._core.check_loop_may_begin()

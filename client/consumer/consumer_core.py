@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
-from metamq.client.consumer.handler_figures import HandlerFigures
 from metamq.client.consumer.health import PUBLISH_LIMIT_S, ConsumerHealth, done_offsets, health_of, watch_progress
 from metamq.client.consumer.loop_end import LoopEnd
 from metamq.client.consumer.unshared import UnsharedAssignment
@@ -29,6 +28,7 @@ from metamq.client.fetch.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.forks import register_for_forks
 from metamq.client.group.assignment import AssignedPartition, not_assigned
 from metamq.client.group.rebalance import ZKLoadRebalanceListener
+from metamq.client.handling.handler_figures import HandlerFigures
 from metamq.client.net.cluster import MASTER, ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.net.outages import Outages
@@ -78,6 +78,7 @@ class ConsumerCore:
         self.inbox = Inbox(self._may_deliver)
         self.handlers = HandlerFigures()
         self._budget = FetchBudget(options, self.inbox)
+        self.inbox.may_grow = self._budget.allows_more
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
         self._queue = FetchRequestQueue(lambda source: self._sources.runner(source).wake())
@@ -192,8 +193,8 @@ class ConsumerCore:
             with self.inbox.lock:
                 if first.is_committed:
                     state.committed_offset = first.offset
-                else:
-                    state.first_offset = first.offset
+                elif state.committed_offset is None:
+                    state.start = first.offset, first.epoch
                 if state.next_offset < 0:  # otherwise the application has called seek() meanwhile
                     state.begin_at(first.offset, first.epoch)
             self._fetch_from(state, state.next_offset)
@@ -220,8 +221,9 @@ class ConsumerCore:
             self.inbox.rewind(state)
         await asyncio.gather(*(self._until_released(state) for state in states))
         is_well = not states or await self._notify(self._on_revoked, states)
-        commits = is_well and self.plan.auto_commit
-        finals = {state.tp: state.due_commit() if commits else None for state in states}
+        auto = self.plan.auto_commit
+        commits = is_well and (auto or self.plan.offsets is None)  # a database gets only the application's commits
+        finals = {state.tp: state.last_commit(auto_commit=auto) if commits else None for state in states}
         for state in states:
             self._remove(state)
         return finals

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from metamq.client.consumer.handler_figures import HandlerHealth
 from metamq.client.fetch.inbox import RunningMessage
 from metamq.client.group.assignment import RebalanceHealth
+from metamq.client.handling.handler_figures import HandlerHealth
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from metamq.client import telemetry
 from metamq.client.background import at_once
 from metamq.client.consumer.listener import ListenerPool, ListenerTasks
 from metamq.client.fetch.key_window import KeyWindow
-from metamq.client.handling import handling
+from metamq.client.handling.current import handling
 
 if TYPE_CHECKING:
     from metamq.client.consumer.receivers import TaskReceiver, ThreadReceiver

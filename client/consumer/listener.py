@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from metamq.client.background import at_once
 from metamq.client.checks import check_listener, check_plain_listener
 from metamq.client.consumer.retrying import POLL_S, ListenerRun
-from metamq.client.handling import handling
+from metamq.client.handling.current import handling
 
 if TYPE_CHECKING:
     from metamq.client.background import BackgroundLoop
-    from metamq.client.consumer.dead_letters import DeadLetters
     from metamq.client.consumer.receivers import TaskReceiver, ThreadReceiver
     from metamq.client.fetch.inbox import InFlightBatch
+    from metamq.client.handling.dead_letters import DeadLetters
     from metamq.client.model import Message
 
 INTERRUPT_PATIENCE_S = 0.1

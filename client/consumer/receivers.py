@@ -17,33 +17,58 @@ from metamq.client.consumer.loop_end import LoopEnd, LoopStep
 if TYPE_CHECKING:
     from metamq.client.background import BackgroundLoop
     from metamq.client.consumer.consumer_core import ConsumerCore
-    from metamq.client.consumer.handler_figures import HandlerFigures
     from metamq.client.fetch.inbox import Inbox, InFlightBatch, OpenWindow
+    from metamq.client.handling.handler_figures import HandlerFigures
 
 
-class _Wait:
+DUE_S_MIN = 0.001
+"""The least seconds to wait for a batch that is due: 0 would ask for the end of the data."""
+
+
+class Wait:
     """The wait for one batch: the time until the next check, and the time to ask for the end of the data."""
 
-    def __init__(self, end: LoopEnd, *, confirms: bool = True) -> None:
+    def __init__(self, end: LoopEnd, idle_timeout_s: float | None, *, confirms: bool = True) -> None:
         self._end = end
+        self._idle_timeout_s = idle_timeout_s
         self._confirms = confirms
         self._idle_since = time.monotonic()
         self.is_over = False
         """True if no further batch will come."""
 
-    def wait_s(self, idle_timeout_s: float | None) -> float | None:
+    def wait_s(self, due_at: float | None = None) -> float | None:
         """Returns the seconds until the next check (None: no limit; 0: ask for the end). Raises a lasting obstacle's
-        error."""
-        if idle_timeout_s is None:
+        error.
+
+        `due_at`: the monotonic time at which a batch, which waits for more messages, is due. It ends the idle time.
+        """
+        if due_at is not None:
+            self._idle_since, self.is_over = time.monotonic(), False
+            return max(due_at - self._idle_since, DUE_S_MIN)
+        if self._idle_timeout_s is None or self.is_over:
             return None
         if not self._confirms:
             self._end.check_patience()
-            wait_s = max(self._idle_since + idle_timeout_s - time.monotonic(), 0.0)
+            wait_s = max(self._idle_since + self._idle_timeout_s - time.monotonic(), 0.0)
             self.is_over = not wait_s
             return wait_s
-        decision = self._end.look(idle_timeout_s, self._idle_since)
+        decision = self._end.look(self._idle_timeout_s, self._idle_since)
         self._idle_since = decision.idle_since
         return 0.0 if decision.step is LoopStep.ASK else decision.wait_s
+
+
+class PollWait(Wait):
+    """The wait of poll(): it ends after so many seconds, whatever the state of the cluster is."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.is_over = False
+        self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def wait_s(self, due_at: float | None = None) -> float | None:
+        """Returns the seconds that are left, or None without a limit."""
+        left_s = None if self._ends_at is None else self._ends_at - time.monotonic()
+        self.is_over = left_s is not None and left_s <= 0
+        return left_s
 
 
 @dataclass(eq=False)
@@ -60,14 +85,24 @@ class ThreadReceiver:
     _: KW_ONLY
     confirms: bool = True
 
+    def new_wait(self) -> Wait:
+        """Returns a wait that begins now."""
+        return Wait(self.core.end, self.idle_timeout_s, confirms=self.confirms)
+
     def take(
-        self, stop: threading.Event | None = None, *, whole: bool = False, max_messages: int = 0
+        self,
+        stop: threading.Event | None = None,
+        *,
+        whole: bool = False,
+        max_messages: int = 0,
+        within_s: float = 0.0,
+        wait: Wait | None = None,
     ) -> InFlightBatch | None:
         """Waits for a batch. Returns None if the inbox is stopped or idle, or if `stop` is set and poke() is called."""
         taken: list[InFlightBatch] = []
-        take = partial(self.core.inbox.take, whole=whole, taken=taken, max_messages=max_messages)
+        take = partial(self.core.inbox.take, whole=whole, taken=taken, max_messages=max_messages, within_s=within_s)
         try:
-            in_flight = self._take(stop, take)
+            in_flight = self._take(stop, take, wait)
             if in_flight is not None and (reports := telemetry.current) is not None:
                 in_flight.processing = reports.taken(in_flight.batch, self.group)
             return in_flight
@@ -80,9 +115,10 @@ class ThreadReceiver:
         """Waits for a batch like take(), and adds it to the window of its partition. A Ctrl-C must not end the wait."""
         return self._take(stop, partial(self.core.inbox.take_window, open_window))
 
-    def _take(self, stop: threading.Event | None, take: Callable[[], InFlightBatch | None]) -> InFlightBatch | None:
+    def _take(
+        self, stop: threading.Event | None, take: Callable[[], InFlightBatch | None], wait: Wait | None = None
+    ) -> InFlightBatch | None:
         inbox = self.core.inbox
-        wait: _Wait | None = None
         while True:
             with inbox.lock:
                 if inbox.stopped or (stop is not None and stop.is_set()):
@@ -90,8 +126,8 @@ class ThreadReceiver:
                 in_flight = take()
                 if in_flight is not None:
                     return in_flight
-                wait = wait or _Wait(self.core.end, confirms=self.confirms)
-                wait_s = None if wait.is_over else wait.wait_s(self.idle_timeout_s)
+                wait = wait or self.new_wait()
+                wait_s = wait.wait_s(inbox.due_at)
                 if wait.is_over:
                     return None
                 if wait_s is None or wait_s > 0:
@@ -144,9 +180,17 @@ class TaskReceiver:
         self._filled = asyncio.Event()
         core.inbox.notify = self._filled.set
 
-    async def take(self, *, whole: bool = False, max_messages: int = 0) -> InFlightBatch | None:
-        """Waits for a batch. Returns None if the inbox was stopped or idle."""
-        in_flight = await self._take(partial(self._core.inbox.take, whole=whole, max_messages=max_messages))
+    def new_wait(self) -> Wait:
+        """Returns a wait that begins now."""
+        return Wait(self._core.end, self._idle_timeout_s)
+
+    async def take(
+        self, *, whole: bool = False, max_messages: int = 0, within_s: float = 0.0, wait: Wait | None = None
+    ) -> InFlightBatch | None:
+        """Waits for a batch. Returns None if the inbox was stopped or idle. A cancelled call has taken none; a further
+        one with the same `wait` continues to count its idle time."""
+        take = partial(self._core.inbox.take, whole=whole, max_messages=max_messages, within_s=within_s)
+        in_flight = await self._take(take, wait)
         if in_flight is not None and (reports := telemetry.current) is not None:
             in_flight.processing = reports.taken(in_flight.batch, self.group)
         return in_flight
@@ -155,19 +199,18 @@ class TaskReceiver:
         """Waits for a batch like take(), and adds it to the window of its partition."""
         return await self._take(partial(self._core.inbox.take_window, open_window))
 
-    async def _take(self, take: Callable[[], InFlightBatch | None]) -> InFlightBatch | None:
+    async def _take(self, take: Callable[[], InFlightBatch | None], wait: Wait | None = None) -> InFlightBatch | None:
         inbox = self._core.inbox
-        wait: _Wait | None = None
         while not inbox.stopped:
             self._filled.clear()
             with inbox.lock:
                 in_flight = take()
             if in_flight is not None:
                 return in_flight
-            wait = wait or _Wait(self._core.end)
+            wait = wait or self.new_wait()
+            wait_s = wait.wait_s(inbox.due_at)
             if wait.is_over:
                 return None
-            wait_s = wait.wait_s(self._idle_timeout_s)
             if wait_s is None or wait_s > 0:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):  # wait_for() of Python 3.11 may lose a cancellation

@@ -15,18 +15,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from metamq.client.checks import awaitable_listener, check_seconds, check_whole, wrong_type
-from metamq.client.consumer.handler_figures import HandlerTimes
-from metamq.client.handling import HandlerOutage, current
+from metamq.client.checks import awaitable_listener, check_whole, wrong_type
+from metamq.client.handling.current import HandlerOutage, current
+from metamq.client.handling.handler_figures import HandlerTimes
+from metamq.client.handling.retry_policy import RetryPolicy, Rollback
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, DecodeError, HandlerTimeout
 
 if TYPE_CHECKING:
-    from metamq.client.consumer.dead_letters import DeadLetters
     from metamq.client.consumer.receivers import TaskReceiver, ThreadReceiver
     from metamq.client.fetch.consumer_options import ConsumerPlan
     from metamq.client.fetch.inbox import InFlightBatch
+    from metamq.client.handling.dead_letters import DeadLetters
 
 log = logging.getLogger("metamq.client")
 
@@ -40,58 +41,6 @@ Order = Literal["partition", "key"]
 
 POLL_S = 0.5
 """Seconds between two checks if a message, which waits for its next attempt, still belongs to this consumer."""
-RETRY_DELAY_MAX_S = 30.0
-DOUBLINGS_MAX = 1000
-"""The most doublings of the delay: 2.0 ** 1024 raises OverflowError."""
-ROLLBACK_DELAY_S = 0.1
-
-
-class Rollback(Exception):
-    """Raised by a listener to receive the message again after `delay_s` seconds, without counting an attempt."""
-
-    def __init__(self, delay_s: float = ROLLBACK_DELAY_S) -> None:
-        check_seconds("delay_s", delay_s, optional=False)
-        super().__init__(f"rolled back, delivered again in {delay_s:g} s")
-        self.delay_s = delay_s
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """The number of attempts per message, their time limit, and the pauses between them. An error of `retry_on` is no
-    attempt."""
-
-    max_attempts: int
-    retry_delay_s: float
-    retry_on: type[Exception] | tuple[type[Exception], ...] = ()
-    handler_timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        kinds = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
-        if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
-            raise wrong_type("`retry_on`", "a class of exceptions, or a tuple of them", self.retry_on)
-        check_whole("max_attempts", self.max_attempts, 1)
-        check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
-        check_seconds("handler_timeout_s", self.handler_timeout_s)
-        if self.handler_timeout_s == 0:
-            raise ConfigError("run: `handler_timeout_s` is 0", hint="Give seconds, or None for no limit.")
-
-    def counts(self, error: Exception) -> bool:
-        """Returns True if the error is a failed attempt: not a Rollback, and not of `retry_on`."""
-        return not isinstance(error, Rollback) and not isinstance(error, self.retry_on)
-
-    def pause_after(self, error: Exception, failed_attempts: int, outages: int = 0) -> float | None:
-        """Returns the seconds until the next attempt, or None to give up.
-
-        `failed_attempts` includes this one if it counts. `outages`: the errors of `retry_on` in a row, with this one.
-        """
-        if isinstance(error, Rollback):
-            return error.delay_s
-        if not self.counts(error):
-            return self._pause(outages)
-        return None if failed_attempts >= self.max_attempts else self._pause(failed_attempts)
-
-    def _pause(self, errors: int) -> float:
-        return min(self.retry_delay_s * 2.0 ** min(errors - 1, DOUBLINGS_MAX), RETRY_DELAY_MAX_S)
 
 
 def check_run(order: Order, dead_letter: bool, plan: ConsumerPlan) -> Order:
@@ -174,6 +123,8 @@ class ListenerRun(ABC):
             return await self._handle_each(in_flight, times)
 
     async def _handle_each(self, in_flight: InFlightBatch, times: HandlerTimes) -> bool:
+        outcome: object
+        failure: Exception | None
         is_limited, now_s = self.policy.handler_timeout_s is not None, time.monotonic
         while True:
             try:
@@ -181,7 +132,7 @@ class ListenerRun(ABC):
                     message: Message[Any] = message_of(fields)
                     if self.filter is not None and not self.filter(message):
                         continue
-                    began_s = now_s()
+                    began_s, outcome, failure = now_s(), None, None
                     in_flight.calling = began_s, message
                     current.set(message)
                     try:  # a coroutine for each message would cost a fifth of the rate
@@ -189,13 +140,13 @@ class ListenerRun(ABC):
                         if self._awaits and outcome is not None and inspect.isawaitable(outcome):
                             await (self._within_limit(outcome, message) if is_limited else outcome)
                     except Exception as error:
-                        times.ended(began_s, error)
-                        if not await self._try_again(in_flight, message, error):
+                        failure = error
+                    times.ended(began_s, failure)
+                    if failure is not None:  # outside of `except`: it would be the context of each further error
+                        if not await self._try_again(in_flight, message, failure):
                             return False
-                    else:
-                        times.ended(began_s)
-                        if outcome is not None and not self._awaits:
-                            self._check_done(outcome)
+                    elif outcome is not None and not self._awaits:
+                        self._check_done(outcome)
                     if self._is_stopped():
                         break  # the rest of the batch is delivered again, to the next reader
                 return True
@@ -210,17 +161,23 @@ class ListenerRun(ABC):
 
     async def _handle_one(self, in_flight: InFlightBatch, message: Message[Any]) -> bool:
         """Calls the listener with a message, whose value is as it is stored. Returns False if it is not done."""
+        failure: Exception | None
+        outcome, failure = None, None
         if in_flight.batch.decodes:
             try:
                 message = in_flight.batch.decoded_message(message.offset)
             except DecodeError as error:
-                return await self._try_again(in_flight, message, error, is_rejected=True)
-        if self.filter is not None and not self.filter(message):
-            return True
-        try:
-            outcome = await self._call(in_flight, message)
-        except Exception as error:
-            return await self._try_again(in_flight, message, error)
+                failure = error
+        is_rejected = failure is not None
+        if failure is None:
+            if self.filter is not None and not self.filter(message):
+                return True
+            try:
+                outcome = await self._call(in_flight, message)
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            return await self._try_again(in_flight, message, failure, is_rejected=is_rejected)
         if not self._awaits:
             self._check_done(outcome)
         return True

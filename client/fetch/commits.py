@@ -102,6 +102,9 @@ class OffsetCommits:
         """Commits. Returns what was refused."""
         if not requests or self.plan.group is None:
             return {}
+        for request in requests:
+            if (state := self.inbox.states.get(request.claim.tp)) is not None:
+                state.start = None  # the commit may succeed, although its answer is lost
         with telemetry.operation("commit"):
             refused = await self.assignment.commit(requests)
         for request in requests:

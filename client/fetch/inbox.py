@@ -31,6 +31,7 @@ in the thread that has the lock: it may read, so the lock is re-entrant, but it 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -59,8 +60,8 @@ class PartitionState:
     claim: Ownership | None
     next_offset: int
     """The next offset to deliver, while no batch is in flight."""
-    first_offset: int | None = None
-    """The start offset, if there was no committed offset."""
+    start: tuple[int, int] | None = None
+    """The start offset and the epoch before it, until a commit is tried. None if the group had an offset."""
     committed_offset: int | None = None
     assumed_offset: int | None = None
     """The offset that a transaction of the application has committed. The transaction may have failed."""
@@ -115,13 +116,17 @@ class PartitionState:
         return self.lowest_offset < end_offset <= max(self.reached_offset, self.done_offset(last_done=True))
 
     def due_commit(self) -> tuple[int, int] | None:
-        """Returns the offset to commit and its epoch. None if it is committed, or no message was done since the
-        start."""
+        """Returns the offset to commit and its epoch, or None if it is committed. Before the first message is done, it
+        is the place where the consumer began: so the lag of the partition is known when messages come."""
         done, epoch = self.done_offset(), self.epoch
         if self.in_flight is not None and done > self.in_flight.batch.offset:
             epoch = self.in_flight.batch.epoch
-        untouched = self.first_offset if self.committed_offset is None else self.committed_offset
-        return None if done < 0 or done == untouched else (done, epoch)
+        return None if done < 0 or done == self.committed_offset else (done, epoch)
+
+    def last_commit(self, *, auto_commit: bool) -> tuple[int, int] | None:
+        """Returns the offset that the release commits, and its epoch. Without `auto_commit` it is the start, if the
+        application has committed nothing."""
+        return self.due_commit() if auto_commit else self.start
 
     def lag(self) -> int | None:
         """Returns the number of messages that are stored and not done, or None before the first answer."""
@@ -290,6 +295,10 @@ class Inbox:
         """True if handlers get no further batch."""
         self.closed = False
         self.notify: Callable[[], None] = self.filled.notify_all
+        self.may_grow: Callable[[PartitionState], bool] = lambda state: True
+        """Returns False if no more is fetched for a partition until some of its messages are done."""
+        self.due_at: float | None = None
+        """The monotonic time at which a batch that waits for more messages is due, after a take() without a result."""
         self._may_deliver = may_deliver
         self._ready: dict[PartitionState, None] = {}
         self._detached: dict[TopicPartition, InFlightBatch] = {}
@@ -310,24 +319,36 @@ class Inbox:
         with self.lock:
             if state.rewinding:
                 return
+            arrived_s = time.monotonic()
+            for batch in batches:
+                batch._arrived_s = arrived_s
             state.buffered.extend(batches)
             self._count(state, sum(batch.size_bytes for batch in batches))
             self._offer(state)
 
     def take(
-        self, *, whole: bool, taken: list[InFlightBatch] | None = None, max_messages: int = 0
+        self,
+        *,
+        whole: bool,
+        taken: list[InFlightBatch] | None = None,
+        max_messages: int = 0,
+        within_s: float = 0.0,
     ) -> InFlightBatch | None:
         """Takes a batch of the next partition, or returns None. Called under the lock. Raises the error set by fail().
 
-        `max_messages`: buffered batches that follow one another are joined up to so many messages. The batch is
-        appended to `taken` before it counts as taken, so that finish() can repair the state after a Ctrl-C in this
-        method.
+        `max_messages`: buffered batches that follow one another are joined up to so many messages. `within_s`: they
+        wait for more of them, up to so many seconds from the arrival of the first one on; then `due_at` is the next
+        such time. The batch is appended to `taken` before it counts as taken, so that finish() can repair the state
+        after a Ctrl-C in this method.
         """
+        self.due_at = None
         if self.error is not None:
             raise self.error
         if not self._ready or not self._may_deliver():
             return None
-        state = next(iter(self._ready))
+        state = next(iter(self._ready)) if not within_s else self._next_full(max_messages, within_s)
+        if state is None:
+            return None
         parts = joinable(state.buffered, max_messages)
         in_flight = InFlightBatch(
             state, parts[0] if len(parts) == 1 else JoinedBatch(parts), self._may_deliver, whole=whole
@@ -340,9 +361,23 @@ class Inbox:
         del self._ready[state]
         return in_flight
 
+    def _next_full(self, max_messages: int, within_s: float) -> PartitionState | None:
+        """Returns a partition that has so many messages, whose time is over, or that gets no more. Otherwise notes the
+        time at which the first one is over."""
+        now, due_at = time.monotonic(), math.inf
+        for state in self._ready:
+            first, last = state.buffered[0], state.buffered[-1]
+            state_due_at = first._arrived_s + within_s
+            if last.end_offset - first.offset >= max_messages or state_due_at <= now or not self.may_grow(state):
+                return state
+            due_at = min(due_at, state_due_at)
+        self.due_at = due_at
+        return None
+
     def take_window(self, open_window: OpenWindow) -> KeyWindow | None:
         """Adds a batch to the window of its partition, which `open_window` makes if there is none. Returns the window,
         or None if there is no batch. Called under the lock. Raises like take(), and UndecodableBatch."""
+        self.due_at = None
         if self.error is not None:
             raise self.error
         while self._ready and self._may_deliver():

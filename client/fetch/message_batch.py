@@ -59,6 +59,8 @@ class MessageBatch(Generic[T]):
         self._data = data
         self._skip = self.offset - header.base_offset
         self._decode = decode
+        self._arrived_s = 0.0
+        """The monotonic time at which the inbox got it."""
         self.is_rejected: bool = False
         """True if `decode=` has rejected a message of the batch."""
 

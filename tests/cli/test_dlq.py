@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.client.consumer.dead_letters import dead_letter_headers, dead_letter_topic
+from metamq.client.handling.dead_letters import dead_letter_headers, dead_letter_topic
 from metamq.client.model import Message
 from metamq.errors import ConnectError
 from metamq.testing import Cluster
@@ -45,7 +45,8 @@ def test_letters_are_listed_shown_and_exported(metamq: Metamq, group: str, topic
     assert f"From: {topic}/0-0 at 1\n" in whole
     assert "Header h: \\xff\n" in whole
     assert "Error: ConnectError: " in whole
-    assert whole.endswith("Value:\nv1\n")
+    assert re.search("\\nTraceback:\n.*ConnectError: .*\nValue:\nv1\n$", whole)
+    assert "ConnectError" in shown["traceback"]
     table = metamq("dlq", "show", group, "-n", "1").text.splitlines()
     assert len(table) == 2
     assert f"{topic}/0-0 at 0" in table[1]

@@ -347,6 +347,10 @@ def test_options_reach_run_and_the_consumer(
     (folder / "up").touch()
     assert ended(one)[0] == 0
 
+    fill(running, topic, 1)
+    status, talk = ended(worker("fails", "--give-up-on", "LookupError", *idle))
+    assert (status, "given up after 1 attempt," in talk) == (0, True), talk
+
 
 def test_decode_turns_bytes_into_values(running: Cluster, topic: str, folder: Path, worker: Work) -> None:
     fill(running, topic, 8)
@@ -488,6 +492,7 @@ def test_the_error_that_ends_it_is_json(
             ["handlers:slow", "--retry-on", "sqlalchemy:OperationalError"],
             "the module sqlalchemy has no exception of this name Write MODULE:CLASS, as sqlalchemy.exc",
         ),
+        (["handlers:slow", "--give-up-on", "KeyErr"], "--give-up-on KeyErr: Python has no exception of this name Did"),
         (["handlers:slow", "--retry-on", "handlers:Dow"], "Did you mean handlers:Down? Write MODULE:CLASS"),
         (["handlers:slow", "-t", "handlers:three"], "handlers:three is a Topic, and there is another --topic"),
         (

@@ -76,7 +76,8 @@ def test_both_faces_offer_the_same() -> None:
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
 
-    consumer = {"assignment", "batches", "close", "commit", "health", "lag", "pause", "resume", "run", "seek", "stop"}
+    consumer = {"assignment", "batches", "close", "commit", "health", "lag", "pause", "poll", "resume", "run", "seek"}
+    consumer |= {"stop", "stopped"}
     assert public(metamq.Consumer) == public(aio.Consumer) - {"open"} == consumer
     producer = {"close", "flush", "health", "send", "send_many", "send_table", "transaction"}
     pep_249 = {"tpc_begin", "tpc_commit", "tpc_prepare", "tpc_recover", "tpc_rollback", "xid"}

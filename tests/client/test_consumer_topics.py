@@ -195,7 +195,7 @@ def test_offsets_of_a_deleted_topic_are_not_used_for_its_successor(
     anew(shop, topic, 30)
     with shop.consumer(topic, group) as consumer:
         assert int(next(iter(consumer)).value) == 100
-        assert consumer.health().partitions[tp(topic)].committed_offset is None
+        assert consumer.health().partitions[tp(topic)].committed_offset in (None, 0)
     assert f"topic '{topic}' was deleted and created again since offsets in it were committed" in caplog.text
     assert shop.committed(group)[tp(topic)] == 1
 

@@ -267,7 +267,8 @@ def test_a_page_loads_itself_again_if_it_is_asked_to(running: Running, log: str)
 def test_a_dead_letter_shows_where_it_is_from_and_why(running: Running) -> None:
     assert "/letters?name=failing" in running.ask("/letters").body
     page = unescape(running.ask("/letters?name=failing").body)
-    assert "KeyError: 'colour'" in page
+    assert page.count("KeyError: 'colour'") == 2
+    assert "<summary>Traceback</summary>" in page
     assert "metamq dlq resend failing" in page
     assert "/messages?name=odd&partition=0-0&from=0" in page
     assert "customer-7" in page

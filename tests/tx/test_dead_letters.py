@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from metamq import DeadLetter, DeadLetterQueue, LetterFilter, aio
-from metamq.client.consumer.dead_letters import dead_letter_headers, dead_letter_topic
+from metamq.client.handling.dead_letters import dead_letter_headers, dead_letter_topic
 from metamq.client.model import Message
 from metamq.errors import ConfigError, ConnectError, NotAuthorized, TopicNotFound, WrongType
 from metamq.testing import Cluster

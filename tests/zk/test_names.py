@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.client.consumer.dead_letters import dead_letter_topic
+from metamq.client.handling.dead_letters import dead_letter_topic
 from metamq.errors import ConfigError
 from metamq.zk.names import (
     MAX_GROUP_CHARS,

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 from metamq.client.admin.admin_brokers import ask_offsets
 from metamq.client.checks import wrong_type
 from metamq.client.consumer.aio_consumer import Consumer
-from metamq.client.consumer.dead_letters import ORIGIN_HEADERS, dead_letter_topic
+from metamq.client.handling.dead_letters import ORIGIN_HEADERS, dead_letter_topic
 from metamq.client.settings import cluster_access
 from metamq.errors import BranchNotKnown, ConfigError, MetamqError, NotAuthorized
 from metamq.tx.app.aio_producer import Producer
@@ -64,7 +64,8 @@ class DeadLetter:
     """A message that a group gave up. `id` is its place in the dead-letter topic, as "0-0:17".
 
     `topic`, `partition`, `offset` and `sent` are those of the message, `given_up` is the time of its last attempt.
-    `headers` are the message's own. `resent`: how often it was sent again before.
+    `headers` are the message's own. `resent`: how often it was sent again before. `traceback`: the end of the error's
+    traceback, "" in letters of an older metamq.
     """
 
     id: str
@@ -79,6 +80,7 @@ class DeadLetter:
     key: bytes | None
     value: bytes
     headers: dict[str, bytes]
+    traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ def letter_of(message: Message[bytes]) -> DeadLetter | None:
             message.key,
             message.value,
             {name: value for name, value in given.items() if name not in (*ORIGIN_HEADERS, RESENT)},
+            given.get("metamq-traceback", b"").decode(errors="replace"),
         )
     except (KeyError, ValueError, OverflowError):
         return None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.admin.admin_core import WAIT_S
 from metamq.client.admin.admin_model import TopicSettings
 from metamq.client.admin.admin_topics import create_topic
 from metamq.client.producer.aio_producer import BaseProducer
-from metamq.errors import ConfigError, DecodeError, TopicExists
+from metamq.errors import ConfigError, DecodeError, MessageTooLarge, TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.words import count
 from metamq.zk.names import DEAD_LETTER_SUFFIX
@@ -26,8 +27,12 @@ BUFFER_BYTES = 1 << 40
 """Bytes of the producer's buffer. This is no real limit: each handler waits for one message at a time."""
 
 
+TRACEBACK_BYTES = 4096
+"""Bytes of the end of a traceback that a dead letter keeps."""
+
 ORIGIN_HEADERS = (
     "metamq-topic", "metamq-partition", "metamq-offset", "metamq-timestamp", "metamq-attempts", "metamq-error",
+    "metamq-traceback",
 )  # fmt: skip
 """The headers of dead_letter_headers()."""
 
@@ -49,6 +54,7 @@ def dead_letter_headers(message: Message[Any], error: Exception, attempts: int) 
         "metamq-timestamp": str(message.timestamp).encode(),
         "metamq-attempts": str(attempts).encode(),
         "metamq-error": f"{type(error).__name__}: {error}"[:1000].encode(errors="replace"),
+        "metamq-traceback": "".join(traceback.format_exception(error)).encode(errors="replace")[-TRACEBACK_BYTES:],
     }
 
 
@@ -66,7 +72,12 @@ class DeadLetters:
         """Sends a message and returns when it is stored. Raises the errors of a delivery."""
         self._log(message, error, attempts)
         producer = await self._open()
-        await producer.send(self.topic, value, message.key, dead_letter_headers(message, error, attempts))
+        headers = dead_letter_headers(message, error, attempts)
+        try:
+            await producer.send(self.topic, value, message.key, headers)
+        except MessageTooLarge:
+            del headers["metamq-traceback"]
+            await producer.send(self.topic, value, message.key, headers)
 
     def _log(self, message: Message[Any], error: Exception, attempts: int) -> None:
         place, times = f"{message.topic}/{message.partition} offset {message.offset}", count(attempts, "attempt")

@@ -1,0 +1,79 @@
+"""The rules of retries: the number of attempts per message, and the pauses between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metamq.client.checks import check_seconds, check_whole, wrong_type
+from metamq.errors import ConfigError
+
+RETRY_DELAY_MAX_S = 30.0
+DOUBLINGS_MAX = 1000
+"""The most doublings of the delay: 2.0 ** 1024 raises OverflowError."""
+ROLLBACK_DELAY_S = 0.1
+
+Errors = type[Exception] | tuple[type[Exception], ...]
+"""A class of exceptions, or several."""
+
+
+class Rollback(Exception):
+    """Raised by a listener to receive the message again after `delay_s` seconds, without counting an attempt."""
+
+    def __init__(self, delay_s: float = ROLLBACK_DELAY_S) -> None:
+        check_seconds("delay_s", delay_s, optional=False)
+        super().__init__(f"rolled back, delivered again in {delay_s:g} s")
+        self.delay_s = delay_s
+
+
+class GiveUp(Exception):
+    """Raised by a listener to send the message to the dead letters at once, with this reason."""
+
+    def __init__(self, reason: str = "the listener gave it up") -> None:
+        super().__init__(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """The number of attempts per message, their time limit, and the pauses between them. An error of `retry_on` is no
+    attempt; after one of `give_up_on`, and GiveUp, there is no further one."""
+
+    max_attempts: int
+    retry_delay_s: float
+    retry_on: Errors = ()
+    give_up_on: Errors = ()
+    handler_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, given in (("retry_on", self.retry_on), ("give_up_on", self.give_up_on)):
+            kinds = given if isinstance(given, tuple) else (given,)
+            if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
+                raise wrong_type(f"`{name}`", "a class of exceptions, or a tuple of them", given)
+        check_whole("max_attempts", self.max_attempts, 1)
+        check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
+        check_seconds("handler_timeout_s", self.handler_timeout_s)
+        if self.handler_timeout_s == 0:
+            raise ConfigError("run: `handler_timeout_s` is 0", hint="Give seconds, or None for no limit.")
+
+    def is_final(self, error: Exception) -> bool:
+        """Returns True if a further attempt would not help. An error that is also of `retry_on` is final, too."""
+        return isinstance(error, (GiveUp, self.give_up_on))
+
+    def counts(self, error: Exception) -> bool:
+        """Returns True if the error is a failed attempt: not a Rollback, and not of `retry_on`."""
+        return self.is_final(error) or not isinstance(error, (Rollback, self.retry_on))
+
+    def pause_after(self, error: Exception, failed_attempts: int, outages: int = 0) -> float | None:
+        """Returns the seconds until the next attempt, or None to give up.
+
+        `failed_attempts` includes this one if it counts. `outages`: the errors of `retry_on` in a row, with this one.
+        """
+        if self.is_final(error):
+            return None
+        if isinstance(error, Rollback):
+            return error.delay_s
+        if not self.counts(error):
+            return self._pause(outages)
+        return None if failed_attempts >= self.max_attempts else self._pause(failed_attempts)
+
+    def _pause(self, errors: int) -> float:
+        return min(self.retry_delay_s * 2.0 ** min(errors - 1, DOUBLINGS_MAX), RETRY_DELAY_MAX_S)
