@@ -28,7 +28,7 @@ from metamq.client.one_loop import OneLoop
 from metamq.client.opened_later import OpenedLater
 from metamq.client.settings import cluster_access, load
 from metamq.client.typevars import T
-from metamq.errors import ForkedError
+from metamq.errors import DecodeError, ForkedError
 
 if TYPE_CHECKING:
     from metamq.client.consumer.receivers import Wait
@@ -190,6 +190,12 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         for error in refused.values():
             raise error
 
+    async def dead_letter(
+        self, message: Message[T] | DecodeError, error: Exception | None = None, *, attempts: int = 1
+    ) -> None:
+        """Stores a message in the group's dead-letter topic; see metamq.Consumer.dead_letter."""
+        await self._send_letter(message, error, attempts)
+
     async def seek(self, partition: tuple[str, str], where: int | Start) -> None:
         """Sets the next message of a TopicPartition; see metamq.Consumer.seek."""
         self._core.check_usable()
@@ -265,7 +271,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
             self._closed = True
             if isinstance(self._core.inbox.error, ForkedError):
                 raise self._core.inbox.error
-            await self._core.close(last_done=last_done)
+            await self._close_all(last_done=last_done)
 
     async def __aenter__(self) -> Self:
         return await self.open()

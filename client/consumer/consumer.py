@@ -29,7 +29,7 @@ from metamq.client.offsets.connections import NOT_GIVEN, BlockingConnection, blo
 from metamq.client.one_loop import OneLoop
 from metamq.client.settings import cluster_access, load
 from metamq.client.typevars import T
-from metamq.errors import ClosedError, ConfigError, ForkedError
+from metamq.errors import ClosedError, ConfigError, DecodeError, ForkedError
 
 if TYPE_CHECKING:
     from metamq.client.consumer.receivers import Wait
@@ -267,6 +267,26 @@ class Consumer(ConsumerApi[T]):
         for error in refused.values():
             raise error
 
+    def dead_letter(
+        self, message: Message[T] | DecodeError, error: Exception | None = None, *, attempts: int = 1
+    ) -> None:
+        """Stores a message in the group's dead-letter topic, for a loop, a batch or poll(). Thread-safe.
+
+        It is stored when the call returns; the message is done as usual, when the next one is asked for. After a crash
+        between the two it comes again, so the letter may be there twice. A listener of run() raises metamq.GiveUp
+        instead, and run() does the rest.
+
+        message:  a message that was delivered; or the DecodeError of a message that `decode` rejected. Then a new loop
+                  or poll() continues after the message, which needs no seek().
+        error:    the exception that the message failed with; None for a DecodeError.
+        attempts: the number of attempts, which the letter shows.
+
+        Raises OwnershipLost if the partition has another owner now: it gets the message. Raises ConfigError without a
+        group, and with `decode` for a message before the last one or the last batch: its stored value is gone. Raises
+        the errors of a delivery; then the letter may be stored, and you can repeat the call.
+        """
+        self._wait_for(self._send_letter(message, error, attempts))
+
     def seek(self, partition: tuple[str, str], where: int | Start) -> None:
         """Sets the next message of a TopicPartition: an offset, "earliest", "latest", or the first at a time.
         Thread-safe.
@@ -383,7 +403,7 @@ class Consumer(ConsumerApi[T]):
             self._closed = True
             if isinstance(self._core.inbox.error, ForkedError):
                 raise self._core.inbox.error
-            closing = self._core.close(last_done=last_done)
+            closing = self._close_all(last_done=last_done)
             if self._core.inbox.is_inside():
                 asyncio.run_coroutine_threadsafe(closing, self._background.loop).add_done_callback(self._has_closed)
                 return
@@ -428,14 +448,19 @@ class Consumer(ConsumerApi[T]):
             return
         warnings.warn("a Consumer was not closed: use `with` or close()", ResourceWarning, source=self, stacklevel=2)
         loop = self._background.loop
-        loop.call_soon_threadsafe(_close_abandoned, core)
+        loop.call_soon_threadsafe(_close_abandoned, core, self._letters)
 
 
 _closing: set[asyncio.Task[None]] = set()
 
 
-def _close_abandoned(core: ConsumerCore) -> None:
-    task = asyncio.ensure_future(core.close(last_done=False))
+def _close_abandoned(core: ConsumerCore, letters: DeadLetters | None) -> None:
+    async def close() -> None:
+        await core.close(last_done=False)
+        if letters is not None:
+            await letters.close()
+
+    task = asyncio.ensure_future(close())
     _closing.add(task)  # the loop itself has only weak references to tasks
     task.add_done_callback(_closing.discard)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from metamq.client.checks import check_seconds, check_whole, partition_of, wrong_type
 from metamq.client.fetch.commit_in import Position, commit_in, offset_write
 from metamq.client.fetch.message_batch import MessageBatch
+from metamq.client.handling.dead_letters import DeadLetters
 from metamq.client.model import Message
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.typevars import T
-from metamq.errors import ConfigError, OwnershipLost
+from metamq.errors import ConfigError, DecodeError, OwnershipLost
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from metamq.client.consumer.health import ConsumerHealth
     from metamq.client.offsets.dbapi import Database
     from metamq.client.offsets.offsets import CommitRequest
+    from metamq.client.settings import ClusterAccess
 
 __all__ = ["ConsumerApi", "Position", "faults_of_the_program", "offsets_of", "partitions_of"]
 
@@ -51,7 +53,9 @@ class ConsumerApi(Generic[T]):
     """The methods of a Consumer that do not wait."""
 
     _core: ConsumerCore
+    _access: ClusterAccess
     _filter: Callable[[Message[T]], bool] | None
+    _letters: DeadLetters | None = None
 
     @property
     def assignment(self) -> list[TopicPartition]:
@@ -141,6 +145,53 @@ class ConsumerApi(Generic[T]):
                 else:
                     one.state.sought_offset = offset  # the next commit begins there
                 raise OwnershipLost(*tp, reason=f"its messages are counted up to offset {counted} already")
+
+    async def _send_letter(self, given: Message[T] | DecodeError, error: Exception | None, attempts: int) -> None:
+        """Stores a message in the dead-letter topic; see Consumer.dead_letter."""
+        self._core.check_usable()
+        check_whole("attempts", attempts, 1)
+        if not isinstance(given, Message | DecodeError):
+            raise wrong_type("`message`", "a message, or the DecodeError of one", given)
+        error = given if error is None and isinstance(given, DecodeError) else error
+        if not isinstance(error, Exception):
+            raise wrong_type("`error`", "the exception that the message failed with", error)
+        self._letters = self._letters or DeadLetters(self._access, self._core.plan.group)
+        message = self._stored(given)
+        await self._letters.send(message, message.value, error, attempts)
+        self._core.handlers.given_up(given.topic)
+        with self._core.inbox.lock:
+            state = self._core.inbox.states.get(TopicPartition(given.topic, given.partition))
+            if state is not None and state.in_flight is not None and state.in_flight.rejected is given:
+                state.in_flight.rejected = None  # the next loop continues after the message
+
+    def _stored(self, given: Message[T] | DecodeError) -> Message[Any]:
+        """Returns a delivered message with its value as it is stored. Raises OwnershipLost, ConfigError."""
+        tp = TopicPartition(given.topic, given.partition)
+        with self._core.inbox.lock:
+            state = self._core.inbox.states.get(tp)
+            in_flight = None if state is None else state.in_flight
+            if in_flight is not None and in_flight.first_unfinished is not None:
+                raise ConfigError(
+                    "dead_letter() does not work in run(order='key'): run() decides when the message is done",
+                    hint="Raise metamq.GiveUp in the listener.",
+                )
+            if in_flight is not None and given.offset in in_flight.batch.offsets:
+                return in_flight.batch.undecoded(given.offset)
+            if state is None or not state.has_delivered(given.offset + 1):
+                raise OwnershipLost(*tp, reason=f"another owner came after the delivery of offset {given.offset}")
+        if isinstance(given, DecodeError) or self._core.plan.decode is not None:
+            raise ConfigError(
+                f"the stored value of {tp} at offset {given.offset} is not here any more",
+                hint="Call dead_letter() before you ask for the next message or batch.",
+            )
+        return given
+
+    async def _close_all(self, *, last_done: bool) -> None:
+        try:
+            await self._core.close(last_done=last_done)
+        finally:
+            if self._letters is not None:
+                await self._letters.close()
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
         """Seeks. In the blocking consumer, waits for the seek."""

@@ -77,7 +77,7 @@ def test_both_faces_offer_the_same() -> None:
         return {name for name in dir(kind) if not name.startswith("_")}
 
     consumer = {"assignment", "batches", "close", "commit", "health", "lag", "pause", "poll", "resume", "run", "seek"}
-    consumer |= {"stop", "stopped"}
+    consumer |= {"dead_letter", "stop", "stopped"}
     assert public(metamq.Consumer) == public(aio.Consumer) - {"open"} == consumer
     producer = {"close", "flush", "health", "send", "send_many", "send_table", "transaction"}
     pep_249 = {"tpc_begin", "tpc_commit", "tpc_prepare", "tpc_recover", "tpc_rollback", "xid"}
