@@ -24,7 +24,8 @@ from metamq.cli.show.message_format import unescaped
 from metamq.cli.show.output import count, output_option, print_json, say
 from metamq.cli.show.progress import progress_bar
 from metamq.cli.show.units import DURATION, PARTITION, TOPIC, Parsed
-from metamq.client.model import Receipt, ReceiptRange
+from metamq.client.delayed import delayed_topic
+from metamq.client.model import Receipt, ReceiptRange, time_of
 from metamq.client.settings import load
 from metamq.errors import MessageTooLarge, MetamqError, Timeout
 from metamq.wire.limits import MESSAGE_BYTES_MAX
@@ -181,6 +182,8 @@ def produce(
     find . -print0 | metamq produce files -D '\\0'
     metamq consume flights -e -o json | metamq produce copy --json
     metamq produce flights hello -o json | jq '.stored[0].offset'
+
+    With --delay, `stored` is empty: nothing is in TOPIC yet. `due` is when the last message becomes readable.
     """  # fmt: skip
     encoding = schema_version, framing
     _check_options(values, file, key, key_separator, delimiter, records, headers, encode is not None, encoding)
@@ -302,7 +305,7 @@ class InputSender:
         self._places: dict[str, list[list[int]]] = {}
         """Partition -> runs of stored messages: the first offset, and their number."""
         self._began = time.monotonic()
-        self._took_s = 0.0
+        self._took_s = self._due_s = 0.0
         self._lines = self._offered = self._stored = 0
 
     def send_all(self, stream: IO[bytes], interrupt: Interrupt) -> None:
@@ -343,30 +346,29 @@ class InputSender:
     def _send_each(self, keys: list[bytes | None] | None, values: list[bytes]) -> None:
         for number, value in enumerate(values):
             key = keys[number] if keys is not None else None
-            try:
-                delivery = self.producer.send(
-                    self.topic, value, key, self.headers, partition=self.partition, delay_s=self.delay_s
-                )
-            except MessageTooLarge as error:
-                raise MessageTooLarge(f"message {self._lines + number + 1:,}", error.size, error.limit) from None
-            self._pending.append((delivery, 1))
+            record = Record(value, key, self.headers, self.partition, None)
+            self._send_one(f"message {self._lines + number + 1:,}", record)
+
+    def _send_one(self, place: str, record: Record) -> None:
+        value, key, headers, partition, at = record
+        at = at if self.delay_s is None else None
+        try:
+            delivery = self.producer.send(
+                self.topic, value, key, headers, partition=partition, timestamp=at, delay_s=self.delay_s
+            )
+        except MessageTooLarge as error:
+            raise MessageTooLarge(place, error.size, error.limit) from None
+        self._pending.append((delivery, 1))
+        self._due_s = time.time() + (self.delay_s or 0.0)
 
     def _send_records(self, lines: list[bytes]) -> None:
         for line in lines:
             self._lines += 1
             if line.isspace() or not line:
                 continue
-            value, key, headers, partition, time = self._record(line)
-            partition = self.partition or partition
-            time = None if self.delay_s else time
-            try:
-                delivery = self.producer.send(
-                    self.topic, value, key, headers, partition=partition, timestamp=time, delay_s=self.delay_s
-                )
-            except MessageTooLarge as error:
-                raise MessageTooLarge(f"line {self._lines:,}", error.size, error.limit) from None
+            record = self._record(line)
+            self._send_one(f"line {self._lines:,}", record._replace(partition=self.partition or record.partition))
             self._offered += 1
-            self._pending.append((delivery, 1))
         self._settle()
 
     def _record(self, line: bytes) -> Record:
@@ -383,7 +385,7 @@ class InputSender:
             if error is not None:
                 raise error
             self._stored += number
-            if self.notes_places:
+            if self.notes_places and self.delay_s is None:  # a delayed message has no place in the topic yet
                 self._note(delivery.result())
 
     def _note(self, stored: Receipt | list[ReceiptRange]) -> None:
@@ -443,7 +445,11 @@ class InputSender:
                 for offset, number in runs
             ]
             seconds = round(self._took_s, 6)
-            print_json({"topic": self.topic, "messages": self._stored, "seconds": seconds, "stored": stored})
+            document = {"topic": self.topic, "messages": self._stored, "seconds": seconds, "stored": stored}
+            if self.delay_s is not None:
+                due = time_of(round(self._due_s * 1e6)).isoformat()
+                document |= {"waiting_in": delayed_topic(self.topic), "due": due if self._stored else None}
+            print_json(document)
             return
         say(f"{count(self._stored, 'message')} to {self.topic} in {self._took_s:.2f} s, {rate:,.0f}/s")
 

@@ -33,6 +33,18 @@ def test_what_waits_is_shown(metamq: Metamq, running: Cluster, topic: str) -> No
         assert next(iter(consumer)).value == b"soon"
 
 
+def test_json_names_no_places_that_a_reader_would_look_for(metamq: Metamq, topic: str) -> None:
+    before = datetime.now(UTC)
+    sent = metamq("produce", topic, "--delay", "2h", "first", "second", "-o", "json").json
+    due = datetime.fromisoformat(sent.pop("due"))
+    assert before + timedelta(hours=2) <= due <= datetime.now(UTC) + timedelta(hours=2)
+    assert sent.pop("seconds") > 0
+    assert sent == {"topic": topic, "messages": 2, "stored": [], "waiting_in": f"{topic}.delayed"}
+    record = b'{"value": "third", "timestamp_us": 1700000000000000}\n'
+    sent = metamq("produce", topic, "--delay", "0s", "--json", "-o", "json", stdin=record).json
+    assert (sent["messages"], sent["stored"], sent["waiting_in"]) == (1, [], f"{topic}.delayed")
+
+
 @pytest.mark.slow
 def test_brokers_that_cannot_be_asked_are_named(offline: Metamq, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is down, and one hangs."""
