@@ -201,6 +201,9 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._core.check_usable()
         await self._core.seek_to(partition_of(partition), where)
 
+    def _new_letters(self) -> DeadLetters:
+        return DeadLetters(self._access, self._plan.group)
+
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
         self._core.seek(tp, offset)
 
@@ -245,7 +248,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         """
         self._core.check_loop_may_begin()
         order = check_run(order, dead_letter, self._plan)
-        dead_letters = DeadLetters(self._access, self._plan.group) if dead_letter else None
+        dead_letters = self._new_letters() if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on, handler_timeout_s)
         kind = {"partition": ListenerTasks, "key": KeyOrderTasks}[order]
         tasks = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver)

@@ -299,6 +299,9 @@ class Consumer(ConsumerApi[T]):
         self._core.check_usable()
         self._wait_for(self._core.seek_to(partition_of(partition), where))
 
+    def _new_letters(self) -> DeadLetters:
+        return DeadLetters(self._access, self._core.plan.group)
+
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
         self._wait_for(self._core.seek_to(tp, offset))
 
@@ -371,7 +374,7 @@ class Consumer(ConsumerApi[T]):
         self._core.check_loop_may_begin()
         check_no_time_limit(handler_timeout_s)
         order = check_run(order, dead_letter, self._core.plan)
-        dead_letters = DeadLetters(self._access, self._core.plan.group) if dead_letter else None
+        dead_letters = self._new_letters() if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on)
         kind = {"partition": ListenerPool, "key": KeyOrderPool}[order]
         pool = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver, self._background)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic
 from metamq.client.checks import check_seconds, check_whole, partition_of, wrong_type
 from metamq.client.fetch.commit_in import Position, commit_in, offset_write
 from metamq.client.fetch.message_batch import MessageBatch
-from metamq.client.handling.dead_letters import DeadLetters
 from metamq.client.model import Message
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.typevars import T
@@ -19,6 +18,7 @@ from metamq.zk.partitions import TopicPartition
 if TYPE_CHECKING:
     from metamq.client.consumer.consumer_core import ConsumerCore
     from metamq.client.consumer.health import ConsumerHealth
+    from metamq.client.handling.dead_letters import DeadLetters
     from metamq.client.offsets.dbapi import Database
     from metamq.client.offsets.offsets import CommitRequest
     from metamq.client.settings import ClusterAccess
@@ -155,7 +155,7 @@ class ConsumerApi(Generic[T]):
         error = given if error is None and isinstance(given, DecodeError) else error
         if not isinstance(error, Exception):
             raise wrong_type("`error`", "the exception that the message failed with", error)
-        self._letters = self._letters or DeadLetters(self._access, self._core.plan.group)
+        self._letters = self._letters or self._new_letters()
         message = self._stored(given)
         await self._letters.send(message, message.value, error, attempts)
         self._core.handlers.given_up(given.topic)
@@ -192,6 +192,9 @@ class ConsumerApi(Generic[T]):
         finally:
             if self._letters is not None:
                 await self._letters.close()
+
+    def _new_letters(self) -> DeadLetters:
+        raise NotImplementedError
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
         """Seeks. In the blocking consumer, waits for the seek."""
