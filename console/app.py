@@ -327,6 +327,8 @@ async def _resend(view: ConsoleView, request: Request) -> tuple[str, dict[str, A
     selected = metamq.LetterFilter(ids=None if letter is None else [letter])
     async with metamq.aio.DeadLetterQueue(group, **view.client) as queue:
         sent = await within_time(queue.resend(selected), RESEND_S)
+    if not sent:
+        await within_time(view.admin.describe_group(group))  # raises ConfigError if there is no such group
     log.info("%s sent %d dead letters of group %r again", request.state.user or "a visitor", sent, group)
     return "resend.html", {"group": group, "id": letter, "sent": sent}
 

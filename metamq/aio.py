@@ -4,6 +4,7 @@ from metamq.client.admin.aio_admin import Admin
 from metamq.client.consumer.aio_consumer import Consumer
 from metamq.client.consumer.health import ConsumerHealth
 from metamq.client.fetch.message_batch import MessageBatch
+from metamq.client.handling.current import LogFilter
 from metamq.client.handling.retry_policy import GiveUp, Rollback
 from metamq.client.model import Message, Receipt, ReceiptRange
 from metamq.client.offsets.offsets import OffsetStorage
@@ -31,6 +32,7 @@ __all__ = [
     "FlushEvery",
     "GiveUp",
     "LetterFilter",
+    "LogFilter",
     "ManyDelivery",
     "Message",
     "MessageBatch",

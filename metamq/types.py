@@ -23,6 +23,7 @@ from metamq.client.admin.admin_model import (
     TopicDescription,
     TopicSettings,
 )
+from metamq.client.consumer.aio_loop import ConsumerLoop
 from metamq.client.consumer.health import PartitionHealth
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings
 from metamq.client.fetch.inbox import RunningMessage
@@ -49,6 +50,7 @@ __all__ = [
     "BrokerStatistics",
     "CommitRequest",
     "CommittedOffset",
+    "ConsumerLoop",
     "ConsumerOptions",
     "ConsumerSettings",
     "Failover",

@@ -21,11 +21,12 @@ check that no other task iterates."""
 
 
 class ConsumerLoop(AsyncIterator[R], Generic[R]):
-    """One loop over the messages or the batches of a consumer. `step` returns the next one.
+    """One loop over the messages or the batches of an asyncio consumer.
 
-    `ready` returns those that are there already; it is asked after the first step, and saves a coroutine for each.
+    A step that a time-out cancels loses no message, and the loop goes on with the next step.
     """
 
+    # `step` returns the next item; `ready` those that are there already, which saves a coroutine for each.
     def __init__(
         self,
         one_loop: OneLoop,

@@ -349,7 +349,7 @@ def test_options_reach_run_and_the_consumer(
 
     fill(running, topic, 1)
     status, talk = ended(worker("fails", "--give-up-on", "LookupError", *idle))
-    assert (status, "given up after 1 attempt," in talk) == (0, True), talk
+    assert (status, "given up after 1 attempt: " in talk) == (0, True), talk
 
 
 def test_decode_turns_bytes_into_values(running: Cluster, topic: str, folder: Path, worker: Work) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import Message, aio
-from metamq.client import handling as client_handling
+from metamq.client.handling import current as client_handling
 from metamq.errors import ConfigError, TopicNotFound, WrongType
 
 if TYPE_CHECKING:
