@@ -80,6 +80,7 @@ def test_what_does_not_decode_is_shown_with_the_reason(metamq: Metamq, trips: st
     assert line.endswith(rf"0-0@0 - odd\x1b (not decoded: {why})")
 
 
+@pytest.mark.slow
 def test_a_schema_that_is_registered_later(process: Any, metamq: Metamq, trips: str, tmp_path: Path) -> None:
     metamq("produce", trips, "--encode", "schema", json.dumps(DOCUMENT))
     child = process("topic", "tail", trips, "-o", "json", "--decode", "schema", "--count", 2)

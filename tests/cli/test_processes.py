@@ -118,6 +118,7 @@ def test_one_command_serves_several_brokers(tmp_path: Path, offline: Metamq) -> 
         assert "broker 5 has stopped" in running.log
 
 
+@pytest.mark.slow
 def test_settings_come_from_a_file_and_variables_and_reach_each_broker(tmp_path: Path) -> None:
     file = tmp_path / "broker.toml"
     file.write_text(f'zookeeper = "{new_chroot()}"\n[broker]\nid = 7\nprocesses = 3\nanswer_memory_bytes = 30000000\n')
@@ -141,6 +142,7 @@ def test_settings_come_from_a_file_and_variables_and_reach_each_broker(tmp_path:
     assert {line.get("broker") for line in lines} == {None, 7, 8, 9}, "the supervisor's own lines have no broker"
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_the_other_goes_on(tmp_path: Path) -> None:
     with many(new_chroot(), tmp_path / "d") as running, Producer(running.zookeeper) as producer:
         with Admin(running.zookeeper) as admin:

@@ -115,6 +115,7 @@ def test_a_database_without_the_table_is_named(metamq: Metamq, tmp_path: Path) -
     assert metamq("tx", "recover", "--database", "os:getcwd", "--http-port", 0).status == 2
 
 
+@pytest.mark.slow
 def test_a_service_is_ready_while_its_passes_end_well(
     metamq: Metamq, running: Cluster, topic: str, file: Path, process: Start
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_service_is_ready_while_its_passes_end_well(
     assert {"0 committed, 1 rolled back.\n", "1 committed, 0 rolled back.\n", "Recovery works.\n"} <= {*lines}
 
 
+@pytest.mark.slow
 def test_several_services_may_run(metamq: Metamq, running: Cluster, topic: str, file: Path, process: Start) -> None:
     """One of them is killed; the other ends the work."""
     command: tuple[Any, ...] = ("tx", "recover", "--database", f"sqlite:///{file}", "--every", "100ms", "--grace", "0s")

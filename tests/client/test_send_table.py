@@ -117,6 +117,7 @@ def test_the_tables_of_other_libraries(shop: Shop) -> None:
     assert found[3]["timestamp"] == NOON
 
 
+@pytest.mark.slow
 def test_a_scan_is_sent_as_it_comes_with_more_than_the_buffer_holds(shop: Shop) -> None:
     first, second = shop.topic(3), shop.topic(3)
     values = [b"%d" % number + bytes(1000) for number in range(30_000)]

@@ -36,6 +36,8 @@ CONTRASTS = """() => {
 }"""
 """Text and contrast of each element with text of its own."""
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def shown() -> Iterator[Running]:

@@ -18,6 +18,7 @@ from tests.security.certificate_folder import make_folder, secured
 from tests.security.conftest import is_sent
 
 
+@pytest.mark.slow
 def test_users_rules_and_quotas_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = make_folder(tmp_path / "authority")
     folder, password, file = tmp_path / "cluster", tmp_path / "password", tmp_path / "cluster.json"

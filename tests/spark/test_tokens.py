@@ -33,6 +33,8 @@ TOPIC = "flights"
 OTHER = "trains"
 VALUES = [b"%d" % number for number in range(1000)]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def secure(certificates: Path) -> Iterator[Cluster]:

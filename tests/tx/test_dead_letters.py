@@ -226,6 +226,7 @@ def test_a_late_decision_of_a_paused_process_fails(
     assert values(running, topic) == list(range(20))
 
 
+@pytest.mark.slow
 def test_two_at_a_time(running: Cluster, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     topic = give_up(running, group, 200)
     monkeypatch.setattr(aio_dead_letters, "CHUNK_LETTERS", 10)

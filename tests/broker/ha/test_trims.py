@@ -137,6 +137,7 @@ def test_a_slave_that_was_away_shows_no_deleted_message_when_it_comes_back_as_th
     check(group, 250, 0, 1)
 
 
+@pytest.mark.slow
 def test_a_slave_that_hangs_is_named_and_carries_out_the_deletion_later(group: Group) -> None:
     begun(group, slaves=0)
     group.add_slave(session_timeout_ms=60_000)  # it stays registered
