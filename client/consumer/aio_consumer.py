@@ -119,12 +119,18 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         return ConsumerLoop(self._one_loop, self._receiver.new_wait, self._next_message, lambda: self._messages)
 
     async def _next_message(self, wait: Wait, check_loop: Callable[[], None]) -> Message[T] | None:
+        taken = 0
         while True:
             check_loop()
             for message in self._messages:
                 return message
             self._finish()
+            if isinstance(wait, PollWait) and wait.ends_after(taken):
+                return None
+            if taken:
+                await asyncio.sleep(0)  # the filter may reject very many
             in_flight = await self._receiver.take(wait=wait)
+            taken += 1
             if in_flight is None:
                 return None
             self._messages = self._iterate(in_flight)
@@ -186,9 +192,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
             storage = self._storage_for_commit_in()
             await self._commit_in(storage, position, database_of(connection, storage._paramstyle))
             return
-        refused = await self._core.commits.commit(self._requests(position))
-        for error in refused.values():
-            raise error
+        await self._commit_stored(position)
 
     async def dead_letter(
         self, message: Message[T] | DecodeError, error: Exception | None = None, *, attempts: int = 1

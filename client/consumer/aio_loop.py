@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
+from metamq.errors import ConfigError
+
 if TYPE_CHECKING:
     from metamq.client.consumer.receivers import Wait
     from metamq.client.one_loop import OneLoop
@@ -40,7 +42,7 @@ class ConsumerLoop(AsyncIterator[R], Generic[R]):
         self._wait: Wait | None = None
         self._step = step
         self._ready = ready
-        self._has_begun = self._is_over = False
+        self._has_begun = self._is_over = self._is_waiting = False
 
     def __aiter__(self) -> Self:
         return self
@@ -49,6 +51,10 @@ class ConsumerLoop(AsyncIterator[R], Generic[R]):
         """Returns the next item. The end of the data, and an error other than a cancellation, ends the loop."""
         if self._is_over:
             raise StopAsyncIteration
+        if self._is_waiting:
+            hint = "Use run(listener, concurrency=...), which shares messages among tasks."
+            raise ConfigError("another task waits for the next item of this loop", hint=hint)
+        self._is_waiting = True
         try:
             if self._has_begun:
                 for item in self._ready():
@@ -60,6 +66,8 @@ class ConsumerLoop(AsyncIterator[R], Generic[R]):
         except BaseException:
             await self.aclose()
             raise
+        finally:
+            self._is_waiting = False
         self._wait, self._has_begun = None, True
         if last is None:
             await self.aclose()

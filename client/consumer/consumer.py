@@ -175,13 +175,15 @@ class Consumer(ConsumerApi[T]):
         check_seconds("timeout_s", timeout_s)
         self._core.check_loop_may_begin()
         self._one_loop.has_item(thread := threading.current_thread())
-        wait = PollWait(timeout_s)
+        wait, taken = PollWait(timeout_s), 0
         while True:
             for message in self._slice:
                 return message
-            if self._slices is None and not self._take_slices(wait):
-                self._one_loop.has_none(thread)
-                return None
+            if self._slices is None:
+                if wait.ends_after(taken) or not self._take_slices(wait):
+                    self._one_loop.has_none(thread)
+                    return None
+                taken += 1
             assert self._slices is not None
             if (fields := next(self._slices, None)) is None:
                 self._finish()
@@ -263,9 +265,7 @@ class Consumer(ConsumerApi[T]):
             database = blocking_database_of(connection, storage._paramstyle, hint)
             at_once(self._commit_in(storage, position, database))
             return
-        refused = self._wait_for(self._core.commits.commit(self._requests(position)))
-        for error in refused.values():
-            raise error
+        self._wait_for(self._commit_stored(position))
 
     def dead_letter(
         self, message: Message[T] | DecodeError, error: Exception | None = None, *, attempts: int = 1
@@ -277,7 +277,8 @@ class Consumer(ConsumerApi[T]):
         instead, and run() does the rest.
 
         message:  a message that was delivered; or the DecodeError of a message that `decode` rejected. Then a new loop
-                  or poll() continues after the message, which needs no seek().
+                  or poll() continues after the message, which needs no seek(). In batches(), catch it inside of the
+                  loop: a new loop gets the whole batch again.
         error:    the exception that the message failed with; None for a DecodeError.
         attempts: the number of attempts, which the letter shows.
 
@@ -459,9 +460,11 @@ _closing: set[asyncio.Task[None]] = set()
 
 def _close_abandoned(core: ConsumerCore, letters: DeadLetters | None) -> None:
     async def close() -> None:
-        await core.close(last_done=False)
-        if letters is not None:
-            await letters.close()
+        try:
+            await core.close(last_done=False)
+        finally:
+            if letters is not None:
+                await letters.close()
 
     task = asyncio.ensure_future(close())
     _closing.add(task)  # the loop itself has only weak references to tasks

@@ -28,7 +28,7 @@ __all__ = ["ConsumerApi", "Position", "faults_of_the_program", "offsets_of", "pa
 
 @contextmanager
 def faults_of_the_program() -> Iterator[None]:
-    """Marks a ConfigError of the consumer's own methods: in a listener it ends run(), as each message would fail."""
+    """Marks a ConfigError of commit() and dead_letter(): in a listener it ends run(), as each message would fail."""
     try:
         yield
     except ConfigError as error:
@@ -90,6 +90,13 @@ class ConsumerApi(Generic[T]):
         delivered = isinstance(position, Message | MessageBatch)
         return self._core.commits.requests(offsets_of(position), delivered=delivered)
 
+    async def _commit_stored(self, position: Position) -> None:
+        """Commits in the storage of the group. In the loop, in one step with the look at what is assigned: a partition
+        that is given away meanwhile would get two last commits."""
+        refused = await self._core.commits.commit(self._requests(position))
+        for error in refused.values():
+            raise error
+
     async def _check_given(self, position: Position) -> None:
         """Raises OffsetOutOfRange for an offset beyond the partition's end: no message before it can be done."""
         if isinstance(position, Mapping):
@@ -148,6 +155,10 @@ class ConsumerApi(Generic[T]):
 
     async def _send_letter(self, given: Message[T] | DecodeError, error: Exception | None, attempts: int) -> None:
         """Stores a message in the dead-letter topic; see Consumer.dead_letter."""
+        with faults_of_the_program():
+            await self._give_up(given, error, attempts)
+
+    async def _give_up(self, given: Message[T] | DecodeError, error: Exception | None, attempts: int) -> None:
         self._core.check_usable()
         check_whole("attempts", attempts, 1)
         if not isinstance(given, Message | DecodeError):
@@ -181,7 +192,7 @@ class ConsumerApi(Generic[T]):
                 raise OwnershipLost(*tp, reason=f"another owner came after the delivery of offset {given.offset}")
         if isinstance(given, DecodeError) or self._core.plan.decode is not None:
             raise ConfigError(
-                f"the stored value of {tp} at offset {given.offset} is not here any more",
+                f"the stored message of {tp} at offset {given.offset} is not here any more",
                 hint="Call dead_letter() before you ask for the next message or batch.",
             )
         return given

@@ -64,6 +64,10 @@ class PollWait(Wait):
         self.is_over = False
         self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
 
+    def ends_after(self, batches: int) -> bool:
+        """Returns True if the time is over after so many batches, in which the filter found nothing."""
+        return batches > 0 and self.wait_s() is not None and self.is_over
+
     def wait_s(self, due_at: float | None = None) -> float | None:
         """Returns the seconds that are left, or None without a limit."""
         left_s = None if self._ends_at is None else self._ends_at - time.monotonic()

@@ -130,11 +130,11 @@ class ListenerRun(ABC):
             try:
                 for fields in in_flight.iterate():
                     message: Message[Any] = message_of(fields)
+                    current.set(message)
                     if self.filter is not None and not self.filter(message):
                         continue
                     began_s, outcome, failure = now_s(), None, None
                     in_flight.calling = began_s, message
-                    current.set(message)
                     try:  # a coroutine for each message would cost a fifth of the rate
                         outcome = self.listener(message)
                         if self._awaits and outcome is not None and inspect.isawaitable(outcome):
@@ -163,6 +163,7 @@ class ListenerRun(ABC):
         """Calls the listener with a message, whose value is as it is stored. Returns False if it is not done."""
         failure: Exception | None
         outcome, failure = None, None
+        current.set(message)
         if in_flight.batch.decodes:
             try:
                 message = in_flight.batch.decoded_message(message.offset)
@@ -205,6 +206,7 @@ class ListenerRun(ABC):
         `is_rejected`: the error is that of `decode=`, so the message is decoded again first.
         """
         place, is_over = message[:3], False
+        current.set(message)  # it may be one that `decode` rejected
         try:
             is_over = await self._try_until_over(in_flight, message, error, is_rejected=is_rejected)
             return is_over

@@ -104,7 +104,7 @@ class OffsetCommits:
             return {}
         for request in requests:
             if (state := self.inbox.states.get(request.claim.tp)) is not None:
-                state.start = None  # the commit may succeed, although its answer is lost
+                state.commit_tried = True
         with telemetry.operation("commit"):
             refused = await self.assignment.commit(requests)
         for request in requests:

@@ -61,7 +61,9 @@ class PartitionState:
     next_offset: int
     """The next offset to deliver, while no batch is in flight."""
     start: tuple[int, int] | None = None
-    """The start offset and the epoch before it, until a commit is tried. None if the group had an offset."""
+    """The start offset and the epoch before it. None if the group had an offset."""
+    commit_tried: bool = False
+    """True after any commit: it may have succeeded, although its answer was lost."""
     committed_offset: int | None = None
     assumed_offset: int | None = None
     """The offset that a transaction of the application has committed. The transaction may have failed."""
@@ -126,7 +128,9 @@ class PartitionState:
     def last_commit(self, *, auto_commit: bool) -> tuple[int, int] | None:
         """Returns the offset that the release commits, and its epoch. Without `auto_commit` it is the start, if the
         application has committed nothing."""
-        return self.due_commit() if auto_commit else self.start
+        if auto_commit:
+            return self.due_commit()
+        return None if self.commit_tried else self.start
 
     def lag(self) -> int | None:
         """Returns the number of messages that are stored and not done, or None before the first answer."""

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import traceback
+from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.admin.admin_core import WAIT_S
 from metamq.client.admin.admin_model import TopicSettings
 from metamq.client.admin.admin_topics import create_topic
 from metamq.client.producer.aio_producer import BaseProducer
-from metamq.errors import ConfigError, DecodeError, MessageTooLarge, TopicExists
+from metamq.errors import ClosedError, ConfigError, DecodeError, MessageTooLarge, TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.words import count
 from metamq.zk.names import DEAD_LETTER_SUFFIX
@@ -67,6 +68,7 @@ class DeadLetters:
         self._producer: BaseProducer[bytes] | None = None
         self._has_topic = False
         self._opening = asyncio.Lock()
+        self._is_closed = False
 
     async def send(self, message: Message[Any], value: bytes, error: Exception, attempts: int) -> None:
         """Sends a message and returns when it is stored. Raises the errors of a delivery."""
@@ -97,7 +99,11 @@ class DeadLetters:
             if self._producer is None:
                 zookeeper, root, security = self._access
                 made = BaseProducer[bytes](zookeeper, root=root, security=security, buffer_bytes=BUFFER_BYTES)
-                self._producer = await made.open()
+                # Without the context of this message: the producer's tasks live longer.
+                self._producer = await Context().run(asyncio.ensure_future, made.open())
+                if self._is_closed:
+                    await self._producer.close()
+                    raise ClosedError("consumer", "the message is not in the dead-letter topic")
             if not self._has_topic:
                 cluster, settings = self._producer._core.cluster, TopicSettings(max_message_bytes=MESSAGE_BYTES_MAX)
                 with contextlib.suppress(TopicExists):
@@ -106,6 +112,7 @@ class DeadLetters:
             return self._producer
 
     async def close(self) -> None:
-        """Closes the producer."""
+        """Closes the producer, also one that is being opened."""
+        self._is_closed = True
         if self._producer is not None:
             await self._producer.close()

@@ -21,7 +21,7 @@ HANDLER_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 
 @dataclass(frozen=True, slots=True)
 class HandlerHealth:
-    """The handlers of one topic, since the start of the consumer. Only `run()` counts them."""
+    """The handlers of one topic, since the start. `run()` counts them, and dead_letter() its letters."""
 
     calls: tuple[int, ...]
     """The calls that have ended, by their time: up to each of HANDLER_BOUNDS_S, and longer ones."""

@@ -55,8 +55,9 @@ class RetryPolicy:
             raise ConfigError("run: `handler_timeout_s` is 0", hint="Give seconds, or None for no limit.")
 
     def is_final(self, error: Exception) -> bool:
-        """Returns True if a further attempt would not help. An error that is also of `retry_on` is final, too."""
-        return isinstance(error, (GiveUp, self.give_up_on))
+        """Returns True if a further attempt would not help. An error that is also of `retry_on` is final, too; a
+        Rollback never is."""
+        return isinstance(error, (GiveUp, self.give_up_on)) and not isinstance(error, Rollback)
 
     def counts(self, error: Exception) -> bool:
         """Returns True if the error is a failed attempt: not a Rollback, and not of `retry_on`."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import TopicPartition
+from metamq.errors import ConfigError
 from tests.client.idle import LIMIT_S
 
 if TYPE_CHECKING:
@@ -65,5 +66,35 @@ def test_time_outs_do_not_hide_the_end_of_the_data(shop: Shop, group: str) -> No
                 except StopAsyncIteration:
                     break
             assert found == [0, 1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_a_second_task_in_one_loop_is_refused_and_takes_nothing(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+
+    async def scenario() -> None:
+        async with shop.cluster.aio_consumer(topics=topic, group=group) as consumer, asyncio.timeout(LIMIT_S):
+            messages = aiter(consumer)
+            first = asyncio.ensure_future(anext(messages))
+            await asyncio.sleep(0)
+            with pytest.raises(ConfigError, match="another task waits for the next item"):
+                await anext(messages)
+            shop.numbers(topic, 2)
+            assert [(await first).offset, (await anext(messages)).offset] == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_a_poll_whose_filter_rejects_all_ends_in_time(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 50)
+
+    async def scenario() -> None:
+        settings: dict[str, Any] = {"topics": topic, "group": group, "filter": lambda message: message.offset == 49}
+        async with shop.cluster.aio_consumer(**settings) as consumer, asyncio.timeout(LIMIT_S):
+            while (message := await consumer.poll(0.05)) is None:
+                pass
+            assert message.offset == 49
 
     asyncio.run(scenario())

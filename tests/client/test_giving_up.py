@@ -56,7 +56,7 @@ def test_no_pause_after_an_error_that_no_attempt_mends() -> None:
     assert policy.pause_after(FileNotFoundError(), 1, 0) is None, "also of retry_on"
     assert policy.counts(FileNotFoundError())
     assert policy.pause_after(OSError(), 0, 1) == 0.1
-    assert RetryPolicy(1, 0.1, give_up_on=Exception).pause_after(Rollback(), 1) is None
+    assert RetryPolicy(1, 0.1, give_up_on=Exception).pause_after(Rollback(7.0), 1) == 7.0
     with pytest.raises(WrongType, match="give_up_on"):
         RetryPolicy(1, 0.1, give_up_on=("KeyError",))  # type: ignore[arg-type]
 

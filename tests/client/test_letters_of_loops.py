@@ -67,7 +67,7 @@ def test_messages_that_wait_in_a_list(shop: Shop, group: str) -> None:
         shop.numbers(topic, 1)
         while (last := consumer.poll(60)) is not None and last.offset < 4:  # another batch
             pass
-        with pytest.raises(ConfigError, match=r"the stored value of .* at offset 0 is not here any more"):
+        with pytest.raises(ConfigError, match=r"the stored message of .* at offset 0 is not here any more"):
             consumer.dead_letter(first, ValueError())
 
 
