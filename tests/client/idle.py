@@ -10,8 +10,26 @@ from collections.abc import Callable
 from typing import Any
 
 from metamq import Consumer, Message, aio
+from metamq.client.consumer.receivers import Wait
 
 LIMIT_S = 60.0
+
+
+class IdleTime:
+    """Sets the idle time of a consumer, also of the wait that goes on."""
+
+    def __init__(self, consumer: Consumer[bytes]) -> None:
+        self._receiver, self._waits = consumer._receiver, list[Wait]()
+        self._new_wait = self._receiver.new_wait
+        self._receiver.new_wait = self._noted  # type: ignore[method-assign]
+
+    def _noted(self) -> Wait:
+        self._waits.append(self._new_wait())
+        return self._waits[-1]
+
+    def set(self, idle_s: float) -> None:
+        self._receiver.idle_timeout_s = self._waits[-1]._idle_timeout_s = idle_s
+        self._receiver.poke()
 
 
 def all_of(consumer: Consumer[Any], count: int) -> list[Message[Any]]:

@@ -22,6 +22,7 @@ from metamq.errors import ConnectError, MetamqError
 from metamq.testing import Cluster, cluster
 from metamq.zk.cluster.registrations import BrokerAddress
 from metamq.zk.session.session import Session
+from tests.client.idle import IdleTime
 
 GROUP = "etl"
 LOOK_EVERY = 256
@@ -301,27 +302,22 @@ def test_an_outage_is_told_once_and_does_not_count_as_idle(parts: Cluster, caplo
     address = f"broker 0 at 127.0.0.1:{parts.broker.port}: "
     warning, well = address + "2 partitions cannot be fetched at present", address + "all partitions can be fetched"
     with sending(parts, topic) as send, reading(parts, topic, None, idle_timeout_s=60.0) as reader:
-
-        def is_idle_after(idle_timeout_s: float) -> None:
-            """Short only while it matters: on a slow machine any message may take longer."""
-            reader.consumer._receiver.idle_timeout_s = idle_timeout_s
-            reader.consumer._receiver.poke()
-
+        idle_time = IdleTime(reader.consumer)  # short only while it matters: any message may take longer
         send(0)
         until(lambda: reader.has(0))
         parts.broker.kill()
         try:
             until(lambda: warning in caplog.text)
-            is_idle_after(1.5)
+            idle_time.set(1.5)
             told = time.monotonic()
             until(lambda: time.monotonic() - told > 2.5)
             assert reader.thread.is_alive(), "the end of the data is not known"
-            is_idle_after(60.0)
+            idle_time.set(60.0)
         finally:
             parts.broker.start()
         send(1)
         until(lambda: reader.has(1))
-        is_idle_after(1.5)
+        idle_time.set(1.5)
         until(lambda: well in caplog.text)
         until(lambda: not reader.thread.is_alive())
     assert caplog.text.count("cannot be fetched at present") == 1

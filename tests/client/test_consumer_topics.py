@@ -227,7 +227,7 @@ def test_a_topic_that_is_deleted_is_told_of_once_and_leaves_the_others_alone(
             shop.admin.delete(gone)
             shop.until(lambda: consumer.assignment == [tp(stays, 0), tp(stays, 1)])
             warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-            assert sum(f"topic '{gone}' was deleted" in text for text in warned) == time + 1, warned
+            assert sum(f"topic '{gone}' was deleted:" in text for text in warned) == time + 1, warned
             shop.admin.create_topic(gone, 4)
         shop.send(stays, [b"still here"])
         assert next(iter(consumer)).value == b"still here"

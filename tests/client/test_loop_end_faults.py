@@ -22,6 +22,7 @@ from metamq.client.net import outages
 from metamq.errors import ConnectError, Timeout, TopicNotFound
 from metamq.testing import Cluster, cluster
 from metamq.testing.network import Network, Way
+from tests.client.idle import IdleTime
 from tests.parts import SLOW_S, wait_until
 
 MESSAGES = 400
@@ -144,19 +145,18 @@ def test_zookeeper_that_goes_in_the_middle_and_comes_back(parts: Cluster, how: s
             topics=topic, group=group and f"{group}-{topic}", idle_timeout_s=60, session_timeout_ms=SESSION_MS
         ) as consumer,
     ):
+        idle_time = IdleTime(consumer)
         reading = Reading(lambda got: iterate(consumer, got))
         wait_until(lambda: len(reading.values) == MESSAGES)
         with zookeeper_away(parts, how):
             wait_until(lambda: is_cut_off(consumer))
-            consumer._receiver.idle_timeout_s = IDLE_S
-            consumer._receiver.poke()
+            idle_time.set(IDLE_S)
             threading.Event().wait(3 * IDLE_S)
             assert not reading.is_over, "there may be more"
-            consumer._receiver.idle_timeout_s = 60
+            idle_time.set(60.0)
         producer.send(topic, b"%d" % MESSAGES).result(60)
         wait_until(lambda: MESSAGES in reading.values)
-        consumer._receiver.idle_timeout_s = IDLE_S
-        consumer._receiver.poke()
+        idle_time.set(IDLE_S)
         assert sorted(set(reading.all())) == list(range(MESSAGES + 1))
 
 
@@ -235,12 +235,12 @@ def test_a_slow_line_to_zookeeper_costs_time_and_no_messages(parts: Cluster, gro
 def test_a_broker_that_freezes_between_two_answers(parts: Cluster) -> None:
     topic = filled_topic(parts, partitions=1)
     with parts.consumer(topics=topic, group=f"frozen-{topic}", idle_timeout_s=60) as consumer:
+        idle_time = IdleTime(consumer)
         reading = Reading(lambda got: iterate(consumer, got))
         wait_until(lambda: len(reading.values) == MESSAGES)
         parts.broker.freeze()
         try:
-            consumer._receiver.idle_timeout_s = IDLE_S
-            consumer._receiver.poke()
+            idle_time.set(IDLE_S)
             threading.Event().wait(5 * IDLE_S)
             assert not reading.is_over, "the broker has not said that this is the end"
         finally:
