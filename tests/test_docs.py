@@ -44,19 +44,19 @@ def marked(documents: Iterable[str]) -> list[Any]:
     return [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in documents]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def running() -> Iterator[Cluster]:
+    """A cluster for one document: other documents have other messages in topics of the same names."""
     with cluster() as one:
         yield one
 
 
 def fill_orders(running: Cluster) -> None:
-    """What docs/producing.md leaves behind, made here when it did not run before."""
+    """Makes what docs/producing.md leaves behind."""
     with running.admin() as admin:
-        if "orders" not in admin.topics():
-            admin.create_topic("orders", partitions=4)
+        admin.create_topic("orders", partitions=4)
         # The snippets run at a time: one gives letters up, one looks at them.
-        admin.create_topic("bills.dead-letter", partitions=1, exist_ok=True)
+        admin.create_topic("bills.dead-letter", partitions=1)
     with running.producer() as producer:
         producer.send_many("orders", [b"%d" % number for number in range(1000)])
 
@@ -78,10 +78,6 @@ def run(snippet: str, running: Cluster, folder: Path, **variables: str) -> subpr
 def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path) -> None:
     found = snippets(document)
     assert found, f"{document} has no snippet"
-    if document == "docs/typed.md":  # makes a topic `orders` of its own
-        with running.admin() as admin:
-            if "orders" in admin.topics():
-                admin.delete("orders")
     others = ("scan", "monitoring", "in-production", "coming-from-kafka")
     if document in ("docs/consuming.md", *(f"docs/{name}.md" for name in others)):
         fill_orders(running)
@@ -115,13 +111,8 @@ def test_commands_run_as_printed(document: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_tutorial_runs_as_printed(tmp_path: Path) -> None:
+def test_the_tutorial_runs_as_printed(running: Cluster, tmp_path: Path) -> None:
     """Without its Spark, which tests/spark/test_tutorial.py runs."""
-    with cluster() as fresh:  # other documents have other messages in topics of the same names
-        check_tutorial(fresh, tmp_path)
-
-
-def check_tutorial(running: Cluster, tmp_path: Path) -> None:
     send, count, table, spark = snippets("docs/tutorial.md")
     assert "spark" in spark
     assert run(send, running, tmp_path).returncode == 0
