@@ -65,11 +65,13 @@ def delayed(
     timestamp: object,
     delay_s: float | None,
     deliver_at: datetime | None,
-) -> tuple[str, dict[str, bytes]]:
-    """Returns the topic and the headers with which a message waits. Raises ConfigError, WrongType.
+) -> tuple[str, Mapping[str, bytes] | None, str | None]:
+    """Returns the topic, the headers and the partition with which a message is sent, and waits if it is delayed.
 
-    It refuses a `timestamp`: a delayed message has the time of its delivery.
+    It refuses a `timestamp`: a delayed message has the time of its delivery. Raises ConfigError, WrongType.
     """
+    if not delay_s and deliver_at is None:
+        return topic, headers, partition
     due, left = due_us(delay_s, deliver_at)
     if timestamp is not None:
         raise ConfigError("a delayed message has no `timestamp`: it gets the time of its delivery")
@@ -79,4 +81,4 @@ def delayed(
     if partition is not None:
         parse_partition(partition)
     named = {} if partition is None else {PARTITION: partition.encode()}
-    return delayed_topic(topic), {**(headers or {}), DUE: b"%d" % due, LEFT: b"%d" % left, **named}
+    return delayed_topic(topic), {**(headers or {}), DUE: b"%d" % due, LEFT: b"%d" % left, **named}, None

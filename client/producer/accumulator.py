@@ -39,18 +39,20 @@ from typing import TYPE_CHECKING, TypeVar
 from metamq.client.producer.outgoing import (
     IDLE,
     MESSAGE_OVERHEAD_BYTES,
+    NO_HEADERS,
     Busy,
     Delivery,
     DeliveryOwner,
     ManyDelivery,
+    ManyHeaders,
     OutgoingBatch,
     QuickBatch,
     size_of,
 )
 from metamq.client.producer.topic_buffer import (
     TopicBuffer,
+    add_headers,
     add_message,
-    add_trace,
     align_columns,
     chunks,
     failed_batch,
@@ -339,7 +341,7 @@ class Accumulator:
         keys: Keys | None,
         partition: str | None,
         sizes: list[int],
-        trace: Headers | None,
+        headers: ManyHeaders,
     ) -> ManyDelivery:
         total = sum(sizes) + len(sizes) * MESSAGE_OVERHEAD_BYTES
         parts = [self._placeholder(buffer, total)]
@@ -349,7 +351,7 @@ class Accumulator:
                 largest = max(sizes) + MESSAGE_OVERHEAD_BYTES
                 if largest > buffer.limit_bytes:
                     raise too_large(buffer, largest)
-                parts[:] = self._add_placed(buffer, values, keys, partition, sizes, trace, begun_ns)
+                parts[:] = self._add_placed(buffer, values, keys, partition, sizes, headers, begun_ns)
             except Exception as error:
                 failed = failed_batch(buffer.topic, error)
                 parts[:] = [failed]
@@ -379,29 +381,31 @@ class Accumulator:
         values: Sequence[bytes],
         keys: Keys | None,
         partition: str | None = None,
-        trace: Headers | None = None,
+        headers: ManyHeaders = NO_HEADERS,
         *,
         bounded: bool = True,
     ) -> ManyDelivery:
-        """Accepts a list of messages as whole batches, all or none. `trace`: headers of the first one of each batch."""
+        """Accepts a list of messages as whole batches, all or none."""
         if self._is_inside():
-            send = partial(self.send_many, topic, values, keys, partition, trace, bounded=False)
+            send = partial(self.send_many, topic, values, keys, partition, headers, bounded=False)
             return self._send_later(topic, send, lambda batch: ManyDelivery(self._owner, [batch]))
         sizes = [*map(len, values)]
         if keys is not None:
             sizes = [size + len(key or b"") for size, key in zip(sizes, keys, strict=True)]
-        largest = max(sizes, default=0) + (size_of(b"", None, trace) if trace else MESSAGE_OVERHEAD_BYTES)
+        largest = max(sizes, default=0) + size_of(b"", None, headers.first)
+        if each := size_of(b"", None, headers.each) - MESSAGE_OVERHEAD_BYTES:
+            sizes = [size + each for size in sizes]
         with self.lock:
             buffer = self._with_capacity(topic, largest, bounded=bounded)
             if not values or (partition is None and (keys is None or all(key is None for key in keys))):
                 self._seal_quick(buffer)
                 self._seal(buffer, None)
                 parts = chunks(buffer, None, values, None, sizes, self._batch_bytes)
-                self._add_sealed(buffer, parts, trace)
+                self._add_sealed(buffer, parts, headers)
                 return ManyDelivery(self._owner, parts)
             if buffer.config is None:
-                return self._send_many_unplaced(buffer, values, keys, partition, sizes, trace)
-            return ManyDelivery(self._owner, self._add_placed(buffer, values, keys, partition, sizes, trace))
+                return self._send_many_unplaced(buffer, values, keys, partition, sizes, headers)
+            return ManyDelivery(self._owner, self._add_placed(buffer, values, keys, partition, sizes, headers))
 
     def _with_capacity(self, topic: str, largest: int, *, bounded: bool) -> TopicBuffer:
         """Returns a topic's buffer; waits for capacity if `bounded`. Raises MessageTooLarge if `largest` exceeds it."""
@@ -421,7 +425,7 @@ class Accumulator:
         keys: Keys | None,
         partition: str | None,
         sizes: list[int],
-        trace: Headers | None,
+        headers: ManyHeaders,
         begun_ns: int | None = None,
     ) -> list[OutgoingBatch]:
         """Groups messages by partition and keeps their order. The messages without a place float as one group."""
@@ -445,7 +449,7 @@ class Accumulator:
                 self._batch_bytes,
                 begun_ns,
             )
-        self._add_sealed(buffer, parts, trace)
+        self._add_sealed(buffer, parts, headers)
         return parts
 
     def add_batches(self, topic: str, batches: Sequence[OutgoingBatch]) -> None:
@@ -457,12 +461,12 @@ class Accumulator:
                 self._seal(buffer, buffer.numbers.get((batch.broker_id, batch.partition)))  # None: any partition
             self._add_sealed(buffer, batches)
 
-    def _add_sealed(self, buffer: TopicBuffer, parts: Sequence[OutgoingBatch], trace: Headers | None = None) -> None:
+    def _add_sealed(self, buffer: TopicBuffer, new: Sequence[OutgoingBatch], headers: ManyHeaders = NO_HEADERS) -> None:
         """Publishes all the batches at once."""
-        add_trace(parts, trace)
-        outstanding = dict.fromkeys(parts)
-        size = sum(batch.size for batch in parts)
-        buffer.sealed += parts
+        add_headers(new, headers)
+        outstanding = dict.fromkeys(new)
+        size = sum(batch.size for batch in new)
+        buffer.sealed += new
         self.outstanding |= outstanding
         self.buffered_bytes += size
         self._wake()

@@ -52,6 +52,16 @@ class CheckedMessage(NamedTuple):
     timestamp_us: int | None = None
 
 
+class ManyHeaders(NamedTuple):
+    """The headers of messages that are sent by one call."""
+
+    first: Headers | None = None
+    """Headers of the first message of each batch; with a trace."""
+    each: Headers | None = None
+    """Headers of each other message."""
+
+
+NO_HEADERS = ManyHeaders()
 AnyMessage = CheckedMessage | bytes
 """A message after its checks; bytes if it has nothing but a value."""
 

@@ -12,7 +12,7 @@ from metamq.client import telemetry
 from metamq.client.checks import not_picklable, wrong_type
 from metamq.client.delayed import delayed
 from metamq.client.model import timestamp_us
-from metamq.client.producer.outgoing import AnyMessage, CheckedMessage, Delivery, ManyDelivery
+from metamq.client.producer.outgoing import AnyMessage, CheckedMessage, Delivery, Headers, ManyDelivery, ManyHeaders
 from metamq.client.producer.partitioner import Partitioner
 from metamq.client.schemas.topic import Topic
 from metamq.client.typevars import T
@@ -130,8 +130,7 @@ class ProducerApi(Generic[T]):
         if type(topic) is not str and isinstance(topic, Topic):  # the first check takes a third of the second
             value, topic = self._untyped(topic).encode(value), topic.name
         if delay_s or deliver_at is not None:
-            topic, headers = delayed(topic, headers, partition, timestamp, delay_s, deliver_at)
-            partition = None
+            topic, headers, partition = delayed(topic, headers, partition, timestamp, delay_s, deliver_at)
         if self._diverts:
             headers = telemetry.traced(headers)
             if self._has_transactions:
@@ -152,12 +151,26 @@ class ProducerApi(Generic[T]):
 
     @overload
     def send_many(
-        self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None, *, partition: str | None = None
+        self,
+        topic: str,
+        values: Sequence[T],
+        keys: Sequence[Key] | None = None,
+        *,
+        partition: str | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | None = None,
     ) -> ManyDelivery: ...
 
     @overload
     def send_many(
-        self, topic: Topic[V], values: Sequence[V], keys: Sequence[Key] | None = None, *, partition: str | None = None
+        self,
+        topic: Topic[V],
+        values: Sequence[V],
+        keys: Sequence[Key] | None = None,
+        *,
+        partition: str | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | None = None,
     ) -> ManyDelivery: ...
 
     def send_many(
@@ -167,10 +180,13 @@ class ProducerApi(Generic[T]):
         keys: Sequence[Key] | None = None,
         *,
         partition: str | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | None = None,
     ) -> ManyDelivery:
         """Accepts many messages at once. This is the fast path: one Delivery, and no object per message. Thread-safe.
 
         `keys` has one entry per value; None means no key. `partition`: "0-3", for all of them, overrides the keys.
+        `delay_s`, `deliver_at`: as `send` has them, for all of them.
         Messages with a key or a partition keep their order within their partition. Messages with neither go to any
         partition, a batch at a time, whatever their place in the list. Either all are accepted, or none and the call
         raises as `send`. The buffer's capacity is checked once, and the list may exceed it. If the Delivery fails, some
@@ -178,13 +194,14 @@ class ProducerApi(Generic[T]):
         """
         if isinstance(topic, Topic):
             values, topic = self._untyped(topic).encode_many(values), topic.name
-        name = topic
         plain, packed = self._checked(values, keys, partition)
+        name, headers, place = delayed(topic, None, partition, None, delay_s, deliver_at)
         if self._has_transactions:
-            sent: ManyDelivery | None = self._send_many_in(name, lambda: messages_of(plain, packed, partition))
+            sent: ManyDelivery | None = self._send_many_in(name, lambda: messages_of(plain, packed, place, headers))
             if sent is not None:
                 return sent
-        return self._core.accumulator.send_many(name, plain, packed, partition, telemetry.traced(None))
+        both = ManyHeaders(telemetry.traced(headers), headers)
+        return self._core.accumulator.send_many(name, plain, packed, place, both)
 
     def _untyped(self, topic: Topic[Any]) -> Topic[Any]:
         """Returns the topic. Raises ConfigError if the producer encodes values, too."""
@@ -228,10 +245,14 @@ class ProducerApi(Generic[T]):
         return checked_message(plain, key, headers, partition, timestamp)
 
     def _messages(
-        self, values: Iterable[T], keys: Iterable[Key] | None, partition: str | None = None
+        self,
+        values: Iterable[T],
+        keys: Iterable[Key] | None,
+        partition: str | None = None,
+        headers: Headers | None = None,
     ) -> list[AnyMessage]:
         """Returns messages for a transaction. Raises as `send_many`."""
-        return messages_of(*self._checked(values, keys, partition), partition)
+        return messages_of(*self._checked(values, keys, partition), partition, headers)
 
     def _send_in(
         self,
@@ -271,17 +292,19 @@ def checked_message(
     )
 
 
-def messages_of(values: list[bytes], keys: list[bytes | None] | None, partition: str | None) -> list[AnyMessage]:
+def messages_of(
+    values: list[bytes], keys: list[bytes | None] | None, partition: str | None, headers: Headers | None
+) -> list[AnyMessage]:
     """Returns a message for each value. `keys`, if given, has a key or None for each of them."""
-    if partition is not None:
+    if partition is not None or headers:
         messages: list[AnyMessage] = [
-            CheckedMessage(v, key, partition=partition) for v, key in zip(values, keys or repeat(None), strict=False)
+            CheckedMessage(v, key, headers, partition) for v, key in zip(values, keys or repeat(None), strict=False)
         ]
     elif keys is not None:
         messages = [v if key is None else CheckedMessage(v, key) for v, key in zip(values, keys, strict=True)]
     else:
         messages = [*values]
-    if messages and (trace := telemetry.traced(None)):
+    if messages and (trace := telemetry.traced(headers)):
         messages[0] = CheckedMessage(values[0], None if keys is None else keys[0], trace, partition)
     return messages
 

@@ -17,6 +17,7 @@ from metamq.client.producer.outgoing import (
     HEADERS_OVERHEAD_BYTES,
     MESSAGE_OVERHEAD_BYTES,
     TIMESTAMP_BYTES,
+    ManyHeaders,
     OutgoingBatch,
     QuickBatch,
     size_of,
@@ -133,11 +134,11 @@ def add_message(
     return index
 
 
-def add_trace(batches: Sequence[OutgoingBatch], trace: Headers | None) -> None:
-    """Gives headers to the first message of each closed batch."""
-    for batch in batches if trace else ():
-        batch.headers = [trace, *repeat(None, len(batch.values) - 1)]
-        batch.size += size_of(b"", None, trace) + HEADERS_OVERHEAD_BYTES * len(batch.values)
+def add_headers(batches: Sequence[OutgoingBatch], headers: ManyHeaders) -> None:
+    """Gives headers to the messages of closed batches. The sizes of the batches have those of `each` already."""
+    for batch in batches if headers.first else ():
+        batch.headers = [headers.first, *repeat(headers.each, len(batch.values) - 1)]
+        batch.size += size_of(b"", None, headers.first) + HEADERS_OVERHEAD_BYTES * len(batch.values)
 
 
 def align_columns(batch: OutgoingBatch) -> None:

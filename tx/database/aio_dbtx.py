@@ -82,9 +82,7 @@ class dbtx(DatabaseBlock):
         """Sends a message with the transaction when it is awaited: bytes, or what a Topic encodes. Raises the errors of
         Producer.send, and that of a broker that refuses it."""
         topic, (value,) = encoded(topic, [value])
-        if delay_s or deliver_at is not None:
-            topic, headers = delayed(topic, headers, partition, timestamp, delay_s, deliver_at)
-            partition = None
+        topic, headers, partition = delayed(topic, headers, partition, timestamp, delay_s, deliver_at)
         return self._sending(topic, [self._producer._message(value, key, headers, partition, timestamp)])
 
     def send_many(
@@ -94,11 +92,14 @@ class dbtx(DatabaseBlock):
         *,
         keys: Sequence[bytes | str | None] | None = None,
         partition: str | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | None = None,
     ) -> Coroutine[Any, Any, None]:
         """Sends messages with the transaction when it is awaited; `keys`, if given, has one for each value. Raises the
         errors of send()."""
         topic, values = encoded(topic, values)
-        return self._sending(topic, self._producer._messages(values, keys, partition))
+        topic, headers, partition = delayed(topic, None, partition, None, delay_s, deliver_at)
+        return self._sending(topic, self._producer._messages(values, keys, partition, headers))
 
     def _sending(self, topic: str, messages: Any) -> Coroutine[Any, Any, None]:
         self._sends_left += 1

@@ -279,9 +279,7 @@ class dbtx(DatabaseBlock):
         that of a broker that refuses it."""
         work = self._working()
         topic, (value,) = encoded(topic, [value])
-        if delay_s or deliver_at is not None:
-            topic, headers = delayed(topic, headers, partition, timestamp, delay_s, deliver_at)
-            partition = None
+        topic, headers, partition = delayed(topic, headers, partition, timestamp, delay_s, deliver_at)
         message = self._producer._message(value, key, headers, partition, timestamp)
         self._background.run(work.send_many(topic, [message]))
 
@@ -292,12 +290,15 @@ class dbtx(DatabaseBlock):
         *,
         keys: Sequence[bytes | str | None] | None = None,
         partition: str | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | None = None,
     ) -> None:
         """Sends messages with the transaction; `keys`, if given, has one for each value. Raises the errors of
         send()."""
         work = self._working()
         topic, values = encoded(topic, values)
-        self._background.run(work.send_many(topic, self._producer._messages(values, keys, partition)))
+        topic, headers, partition = delayed(topic, None, partition, None, delay_s, deliver_at)
+        self._background.run(work.send_many(topic, self._producer._messages(values, keys, partition, headers)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

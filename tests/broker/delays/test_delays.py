@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from metamq import Topic
 from metamq.client.delayed import DELAY_MAX_S, delayed_topic
 from metamq.client.producer.partitioner import by_key_hash
 from metamq.errors import ConfigError, TopicNotFound, WrongType
@@ -98,6 +99,34 @@ def test_rows_and_a_delayed_message(running: Cluster, topic: str) -> None:
     assert [one.value for one in read_all(running, topic, 1)] == [b"row"]
 
 
+def test_many_at_once_are_delayed_in_order(running: Cluster, topic: str) -> None:
+    due = datetime.now(UTC) + timedelta(seconds=0.7)
+    typed, connection = Topic(topic, int), sqlite3.connect(":memory:")
+    create_outcome_table(connection)
+    keys = [b"a", None, b"b", b"c"] * 25
+    with running.producer() as producer:
+        for _ in range(2):  # at first the topic's partitions are not known
+            stored = producer.send_many(topic, [b"%d" % n for n in range(100)], keys, deliver_at=due).result()
+            assert {one.topic for one in stored} == {delayed_topic(topic)}
+        producer.send_many(typed, list(range(100, 150)), [b"a"] * 50, delay_s=0.41)
+        with dbtx(connection, producer) as tx:
+            tx.send_many(typed, list(range(150, 200)), keys=[b"a"] * 50, delay_s=0.5)
+        with producer.transaction():
+            producer.send_many(topic, [b"%d" % n for n in range(200, 300)], partition="1-1", delay_s=0.1)
+    connection.close()
+    found = read_all(running, topic, 300)
+    values = [int(one.value) for one in found]
+    assert sorted(values) == sorted([*range(100), *range(300)])
+    assert [n for n in values if 100 <= n < 150] == [*range(100, 150)]
+    assert [n for n in values if 150 <= n < 200] == [*range(150, 200)]
+    assert [(one.partition, int(one.value)) for one in found if int(one.value) >= 200] == [
+        ("1-1", n) for n in range(200, 300)
+    ]
+    assert all(one.timestamp >= due.timestamp() * 1e6 for one in found if int(one.value) < 100)
+    assert not any(one.headers for one in found)
+    assert [one.key for one in found if one.value == b"1"] == [None, None]
+
+
 def test_asyncio(running: Cluster, topic: str) -> None:
     connection = sqlite3.connect(":memory:")
     create_outcome_table(connection)
@@ -109,10 +138,13 @@ def test_asyncio(running: Cluster, topic: str) -> None:
                 producer.send(topic, b"together", deliver_at=datetime.now(UTC))
             async with aio_dbtx(connection, producer) as tx:
                 await tx.send(topic, b"row", delay_s=0.05)
+                await tx.send_many(topic, [b"rows"], delay_s=0.05)
+            await producer.send_many(topic, [b"many"], delay_s=0.05)
 
     asyncio.run(send())
     connection.close()
-    assert sorted(one.value for one in read_all(running, topic, 3)) == [b"alone", b"row", b"together"]
+    found = read_all(running, topic, 5)
+    assert sorted(one.value for one in found) == [b"alone", b"many", b"row", b"rows", b"together"]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +164,9 @@ def test_asyncio(running: Cluster, topic: str) -> None:
 def test_wrong_arguments(running: Cluster, topic: str, arguments: dict[str, Any], error: type[Exception]) -> None:
     with running.producer() as producer, pytest.raises(error):
         producer.send(topic, b"x", **arguments)
+    if arguments.keys() <= {"delay_s", "deliver_at", "partition"}:
+        with running.producer() as producer, pytest.raises(error):
+            producer.send_many(topic, [b"x"], **arguments)
 
 
 @pytest.mark.parametrize("name", ["orders.delayed", "metamq.delays.0.3"])
