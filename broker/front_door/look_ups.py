@@ -91,7 +91,6 @@ class LookUps:
                 found = yield from self._search(partition, entry.timestamp_us, connection, work)
             start, end, epochs = log_.begin_offset, log_.stable_offset, log_.epochs()
             offset, timestamp_us = found or (start if entry.timestamp_us == EARLIEST else end, -1)
-            offset = max(offset, start)  # a trim has hidden the messages before
             following = epochs.after(entry.offset, end)[:EPOCHS_MAX] if entry.offset >= 0 else []
             epoch = epochs.epoch_of_reader(offset)
             return OffsetsResult(status.OK, offset, timestamp_us, start, end, epoch, None, following)

@@ -365,15 +365,20 @@ class PartitionLog(DurableLog):
             return (offset, position) == (self.end_offset, self.end_position)
         return self._stored(self._store.begins_at, offset, position)
 
+    @property
+    def begin_offset(self) -> int:
+        """The offset of the first message for readers."""
+        return self.start_offset
+
     def offset_at_time(self, timestamp_us: int) -> Search:
-        """(offset, timestamp) of the first message at or after the time; None if there is none.
+        """(offset, timestamp) of the first message at or after the time that is not hidden; None if there is none.
 
         Times come from producers, in microseconds since 1970, and may fall. Abandon the search if the log is cut.
         Raises CorruptData, StorageError, ClosedError.
         """
         self._check_open()
         try:
-            found = yield from self._store.first_at_time(timestamp_us, self.stable_position)
+            found = yield from self._store.first_at_time(lambda: self.begin_offset, timestamp_us, self.stable_position)
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
         return found if found is not None and found[0] < self.stable_offset else None

@@ -25,6 +25,8 @@ from metamq.wire.buffer_pool import SMALL_BYTES
 from metamq.wire.limits import BATCH_BYTES_MAX
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from metamq.broker.log.disk.epochs import EpochList
     from metamq.broker.log.disk.producers import ProducerStates
 
@@ -144,9 +146,9 @@ class SegmentStore:
             offset += count
         return BatchRun(data[:at], position, first.base_offset, offset)
 
-    def first_at_time(self, timestamp_us: int, stable_position: int) -> Search:
+    def first_at_time(self, begin: Callable[[], int], timestamp_us: int, stable_position: int) -> Search:
         """Searches the segments that begin below the stable mark for the first message at or after the time."""
-        return first_at_time(self.files, self.segments, self.index_of, timestamp_us, stable_position)
+        return first_at_time(self.files, self.segments, self.index_of, begin, timestamp_us, stable_position)
 
     def index_of(self, segment: Segment) -> SparseIndex:
         """The index of a segment. Reads or rebuilds it if it is not in memory."""

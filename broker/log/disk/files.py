@@ -111,10 +111,10 @@ class FileCache:
         """One fsync for a whole disk, or None."""
         self.indexes: BoundedCache[str, SparseIndex] = BoundedCache(index_bytes_max, lambda index: index.memory_bytes)
         """The recently used indexes of sealed segments, by their paths."""
-        self.times: BoundedCache[tuple[str, int, int], array[int]] = BoundedCache(
+        self.times: BoundedCache[tuple[str, int, int, int], array[int]] = BoundedCache(
             TIMES_BYTES, lambda times: 8 * len(times)
         )
-        """The timestamps of recently searched batches, by path, position and checksum: metamq.broker.log.disk.times."""
+        """The timestamps of recently searched batches, by path, position, checksum and hidden messages."""
         self.reader: ColdReader | None = None
         """The reader that must not wait for the disk; None: a read waits."""
         self._write = write

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from metamq.broker.log import recovery, trim
 from metamq.broker.log.config import LogConfig
@@ -22,6 +24,8 @@ from metamq.broker.log.disk.files import FileCache
 from metamq.broker.log.steps import FLUSH
 from metamq.broker.log.trim import TrimmedLog
 from metamq.errors import ClosedError, CorruptData, OffsetOutOfRange, StorageError
+from tests.broker.log.test_times import append, lying
+from tests.examples import examples
 
 CONFIG = LogConfig(segment_bytes=2000, index_interval_bytes=300)
 ONE_SEGMENT = LogConfig(segment_bytes=1 << 20, index_interval_bytes=300)
@@ -171,6 +175,51 @@ def test_searches_by_time_go_on_in_the_copy(shelf: Any) -> None:
         None,
     ]
     log.close()
+
+
+def test_searches_by_time_find_no_hidden_message(shelf: Any) -> None:
+    """Also while the hidden messages are on the disk, and where one of them has a later time than those behind it."""
+    log = filled(shelf, ONE_SEGMENT)
+    log.hide_before(46, 1)
+    found = [(46, 15), (46, 15), (60, 20), (87, 29), None]
+    for _ in range(2):
+        assert [shelf.offset_at_time(log, at) for at in (0, 15, 20, 29, 30)] == found
+    shelf.append(log, [b"a", b"b", b"c"], timestamps_us=[900, 50, 40])
+    shelf.append(log, [b"d"], timestamps_us=[200])
+    assert shelf.offset_at_time(log, 90) == (90, 900)
+    log.hide_before(91, 1)
+    for _ in range(2):
+        assert [shelf.offset_at_time(log, at) for at in (0, 50, 90, 201)] == [(91, 50), (91, 50), (93, 200), None]
+        assert shelf.finish(log, log.remove_hidden(0))
+    assert log.start_offset == 90
+    log.close()
+
+
+Trimmed = st.lists(
+    st.tuples(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 15), st.integers(-9, 6)), max_size=30
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches=Trimmed, asked=st.lists(st.integers(-1, 40), min_size=1, max_size=12), seed=st.randoms())
+def test_searches_by_time_against_brute_force(make_shelf: Any, batches: Any, asked: Any, seed: Any) -> None:
+    """Headers that state too late a time, and trims, of which some are carried out: no message is missed or hidden."""
+    shelf = make_shelf()
+    log = opened(shelf, LogConfig(segment_bytes=1500, index_interval_bytes=200))
+    times: list[int] = []
+    for timestamps, too_much, trimmed_to in batches:
+        append(log, lying(max(timestamps) + too_much, timestamps))
+        times += timestamps
+        if trimmed_to >= 0:
+            log.hide_before(max(log.begin_offset, len(times) - trimmed_to), 1)
+            if seed.random() < 0.5:
+                shelf.finish(log, log.remove_hidden(0))
+        for wanted in seed.sample(asked, min(2, len(asked))):
+            begin = log.begin_offset
+            expected = next(((n, at) for n, at in enumerate(times) if n >= begin and at >= wanted), None)
+            assert shelf.offset_at_time(log, wanted) == expected
+    log.close(clean=False)
 
 
 def test_producers_are_known_after_a_trim_and_a_cut(shelf: Any) -> None:
