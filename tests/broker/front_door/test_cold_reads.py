@@ -14,15 +14,19 @@ import pytest
 from metamq.broker.data import cold_reads
 from metamq.broker.data.partition import Partition
 from metamq.broker.front_door import fetch_session
-from metamq.broker.log.disk import cold
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.disk import cold, times
 from metamq.broker.log.disk import files as log_files
-from metamq.errors import CorruptData, Fenced, OffsetOutOfRange, StorageError, TopicNotFound
+from metamq.broker.log.disk.index import SparseIndex
+from metamq.errors import CorruptData, Fenced, OffsetOutOfRange, StorageError, Timeout, TopicNotFound
 from metamq.testing import Cluster
+from metamq.wire import batch as layout
 from metamq.wire import status
 from metamq.wire.columns import encode
 from metamq.wire.commands import LATEST, Command, GetPartition, GetResult, OffsetsEntry, OffsetsResult
 from metamq.wire.headers import unpack, unpack_list
 from tests.broker.front_door.conftest import Front, RawClient, values_in
+from tests.broker.log.test_times import lying
 from tests.broker.slow_disk import EIO, SlowDisk
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, wait_until
@@ -67,8 +71,9 @@ class Local(Front):
 
 
 @pytest.fixture
-def front(running: Cluster, tmp_path: Path) -> Iterator[Local]:
-    with LocalBroker(running.zookeeper, tmp_path / "b", id=next(IDS), retention_check_s=0.1) as broker:
+def front(running: Cluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Local]:
+    settings = {"retention_check_s": 0.1, **getattr(request, "param", {})}
+    with LocalBroker(running.zookeeper, tmp_path / "b", id=next(IDS), **settings) as broker:
         made = Local(running, broker)
         try:
             yield made
@@ -330,6 +335,35 @@ def test_a_search_for_a_time_that_waits_for_the_disk_delays_only_its_connection(
     assert [(answer.opaque, looked_up(answer).offset) for answer in answers] == list(
         zip(asked, (57, 120, 3), strict=True)
     )
+
+
+@pytest.mark.parametrize("front", [{"search_timeout_s": 0.01}], indirect=True)
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_search_that_runs_out_of_time_between_reads_of_the_disk_continues_where_it_was(
+    front: Local, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, learns: bool
+) -> None:
+    """The headers state too late a time, so each batch is read. Without its memory the search comes to no end."""
+    monkeypatch.setattr(times, "LEARN_BATCHES", 5)
+    if not learns:
+        monkeypatch.setattr(SparseIndex, "learn", lambda index, position, greatest_us: None)
+    topic, client = f"late-{front.broker.broker_id}", front.connect()
+    front.topic(topic)
+    for number in range(1000):
+        assert front.put(client, topic, [(0, bytes(lying(2**62, [number])))])[0].status == status.OK
+    front.partition(topic).log._files.times = log_files.BoundedCache(0, len)  # as if there were many more batches
+    disk.is_cold, asked = True, 0
+    while asked < 200:
+        ask_time(front, client, topic, 2**61)
+        asked += 1
+        if (result := looked_up(client.answer())).status == status.OK:
+            break
+        assert isinstance(status.decode_error(result.status, result.error), Timeout)
+    assert (result.status == status.OK) == learns
+    if learns:
+        assert result[1:3] == (1000, -1), "no such message: the end"
+        assert asked > 1
+        again = LogConfig().index_interval_bytes // layout.HEADER_BYTES + times.LEARN_BATCHES + 2
+        assert disk.began <= 1000 + asked * again
 
 
 def test_a_search_whose_read_fails_is_an_error(front: Local, disk: SlowDisk) -> None:

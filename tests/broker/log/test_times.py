@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
@@ -11,6 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from metamq.broker.log.config import LogConfig
+from metamq.broker.log.disk import files as log_files
+from metamq.broker.log.disk import scan, times
+from metamq.broker.log.disk.cold import ColdReader, read_whole
 from metamq.broker.log.disk.index import SparseIndex
 from metamq.wire import batch as layout
 from metamq.wire.columns import encode
@@ -84,6 +88,49 @@ def test_a_search_that_is_given_up_is_not_in_vain(shelf: Any) -> None:
         given_up += 1
     assert 2 <= given_up < 20, "each goes on about where the one before was"
     log.close()
+
+
+def searched_on_disk(log: Any, timestamp_us: int, steps: int, reads: list[int]) -> bool:
+    """Takes steps of a search, and does its reads of the disk, as a broker does. True if the search is at its end."""
+    search, cold = log.offset_at_time(timestamp_us), ColdReader()
+    for _ in range(steps):
+        try:
+            with log.without_waiting(cold):
+                missing = next(search)
+        except StopIteration:
+            return True
+        if missing is None:
+            cold.clear()
+        else:
+            reads.append(missing.at)
+            view = memoryview(bytearray(missing.size))
+            cold.add(missing, read_whole(os.open(missing.path, os.O_RDONLY), view, missing.at, 0))
+    search.close()
+    return False
+
+
+@pytest.mark.parametrize("fault", ["", "it learns nothing", "it begins again after a read"])
+def test_a_search_that_waits_for_the_disk_is_not_in_vain(
+    shelf: Any, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Given up and begun again, it reads no batch more often than it is given up. The seeded faults are found."""
+    monkeypatch.setattr(log_files, "read_in_memory", lambda fd, view, at: 0)
+    monkeypatch.setattr(scan, "_CHUNK_BYTES", 4096)
+    log = shelf.open(LogConfig(index_interval_bytes=1000))
+    for number in range(2000):
+        append(log, lying(2**62, [number]))
+    if fault == "it learns nothing":
+        monkeypatch.setattr(SparseIndex, "learn", lambda index, position, greatest_us: None)
+    elif fault:
+        batches = times.checked_batches
+        again = lambda files, segment, position: batches(files, segment, max(position - 8000, 0))  # noqa: E731
+        monkeypatch.setattr(times, "checked_batches", again)
+    rounds, reads = 1, list[int]()
+    while rounds < 20 and not searched_on_disk(log, 2**61, 1000, reads):
+        rounds += 1
+    log.close()
+    is_good = 2 <= rounds < 20 and len(reads) < 2000 * 1.5
+    assert is_good != bool(fault), (rounds, len(reads))
 
 
 def test_a_batch_whose_columns_are_wrong_has_no_times(shelf: Any) -> None:
