@@ -5,19 +5,16 @@ A document has base64 for bytes, ISO 8601 for times, and text for decimals, UUID
 
 from __future__ import annotations
 
-import base64
 import json
-import math
 import sys
 from collections.abc import Callable
-from datetime import date, time, timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from metamq.client.schemas.arrow import arrow_codec, arrow_schema
 from metamq.client.schemas.avro_documents import avro_documents
 from metamq.client.schemas.frame import SchemaFrame
 from metamq.client.schemas.protobuf_documents import protobuf_documents
-from metamq.client.schemas.value_codec import DocumentCodec, library, wrong_field
+from metamq.client.schemas.value_codec import DocumentCodec, library, plain, wrong_field
 from metamq.errors import ConfigError, MetamqError
 from metamq.zk.documents import parse
 
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from metamq.zk.cluster.schemas import Schema, TopicSchemas
 
 _PROBLEM_CHARS = 300
-_INFINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class Encode(Protocol):
@@ -162,20 +158,3 @@ def _checked(schema: Schema) -> Callable[[Any], bytes]:
         return _json_bytes(document)
 
     return encode
-
-
-def plain(value: Any) -> Any:
-    """Returns a decoded value with the types of JSON only."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else _INFINITE[str(value)]
-    if isinstance(value, dict):
-        return {str(name): plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    return value.isoformat() if isinstance(value, date | time) else str(value)

@@ -1,12 +1,18 @@
-"""The form of a codec, and the import of its library: a Topic imports it when it is made, so metamq needs none."""
+"""The form of a codec, and of a document. Imports a codec's library: a Topic does so when it is made, so metamq needs
+none."""
 
 from __future__ import annotations
 
+import base64
 import importlib
+import math
 from collections.abc import Callable
+from datetime import date, time, timedelta
 from typing import Any, NamedTuple
 
 from metamq.errors import ConfigError
+
+_INFINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class ValueCodec(NamedTuple):
@@ -43,3 +49,20 @@ def library(name: str, extra: str) -> Any:
     except ImportError:
         hint = f"Install it with: pip install 'metamq[{extra}]'"
         raise ConfigError(f"this type of values needs {name}", hint=hint) from None
+
+
+def plain(value: Any) -> Any:
+    """Returns a decoded value with the types of JSON only."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _INFINITE[str(value)]
+    if isinstance(value, dict):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return value.isoformat() if isinstance(value, date | time) else str(value)

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
+from decimal import Context, Decimal
+from io import BytesIO
 from typing import Any
 
+import fastavro
 import pyarrow as pa
 import pytest
 from google.protobuf import struct_pb2, wrappers_pb2
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet, MessageOptions
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from metamq import Topic
 from metamq.client.schemas.documents import TopicDocuments
 from metamq.errors import ConfigError
 from metamq.zk.cluster.schemas import Schema, TopicSchemas
+from tests.examples import examples
 
 UNION = ["null", "string", {"type": "record", "name": "Stop", "fields": [{"name": "at", "type": "long"}]}]
 TRIP: dict[str, Any] = {
@@ -87,6 +94,126 @@ def test_a_default_and_a_named_type_of_a_union() -> None:
     assert (named["place"], named["stops"]) == ("Oslo", [{"at": 1}])
     with pytest.raises(ValueError, match="field 'number': it is missing, and has no default"):
         encode({"place": "Oslo"})
+
+
+KINDS: dict[str, Any] = {
+    "numbers": ["int", "long", "float", "double", "null"],
+    "mixed": ["boolean", "bytes", "string", "double", "long"],
+    "records": [
+        {"type": "record", "name": "A", "fields": [{"name": "n", "type": "int"}]},
+        {
+            "type": "record",
+            "name": "B",
+            "fields": [{"name": "n", "type": "long"}, {"name": "m", "type": "int", "default": 0}],
+        },
+        {"type": "record", "name": "C", "fields": [{"name": "shop.C", "type": ["null", "A", "C"], "default": None}]},
+        {"type": "map", "values": ["int", "string", "B"]},
+        {"type": "array", "items": ["A", "B", "C"]},
+    ],
+    "texts": [
+        {"type": "int", "logicalType": "date"},
+        {"type": "enum", "name": "Colour", "symbols": ["RED", "BLUE"]},
+        {"type": "fixed", "name": "Two", "size": 2},
+        {"type": "bytes", "logicalType": "decimal", "precision": 60, "scale": 20},
+        {"type": "string", "logicalType": "uuid"},
+    ],
+    "maps": ["null", {"type": "map", "values": ["null", "Colour", {"type": "map", "values": "int"}]}],
+}  # fmt: skip
+UNIONS: dict[str, Any] = {
+    "type": "record",
+    "name": "Unions",
+    "namespace": "shop",
+    "fields": [{"name": name, "type": one} for name, one in KINDS.items()],
+}
+
+
+def of_one_nan(floats: st.SearchStrategy[float]) -> st.SearchStrategy[float]:
+    """Floats with one NaN: a document does not have the bits of the others."""
+    return floats.map(lambda number: math.nan if math.isnan(number) else number)
+
+
+VALUES = st.fixed_dictionaries({
+    "numbers": st.one_of(
+        st.none(),
+        st.tuples(st.just("int"), st.integers(-(2**31), 2**31 - 1)),
+        st.tuples(st.just("long"), st.one_of(st.integers(-9, 9), st.integers(-(2**63), 2**63 - 1))),
+        st.tuples(st.just("float"), of_one_nan(st.floats(width=32))),
+        st.tuples(st.just("double"), st.one_of(of_one_nan(st.floats()), st.integers(-9, 9).map(float))),
+    ),
+    "mixed": st.one_of(
+        st.tuples(st.just("boolean"), st.booleans()), st.tuples(st.just("bytes"), st.binary(max_size=6)),
+        st.tuples(st.just("string"), st.sampled_from(["", "AAE=", "NaN", "x"])),
+        st.tuples(st.just("double"), of_one_nan(st.floats())), st.tuples(st.just("long"), st.integers(-9, 9)),
+    ),
+    "records": st.deferred(lambda: st.one_of(
+        RECORDS, st.tuples(st.just("array"), st.lists(RECORDS, max_size=3)),
+        st.tuples(st.just("map"), st.dictionaries(st.sampled_from(["shop.A", "shop.C", "map", "n"]), st.one_of(
+            st.tuples(st.just("int"), st.integers(0, 9)), st.tuples(st.just("string"), st.text(max_size=3)), B_RECORDS,
+        ), max_size=2)),
+    )),
+    "texts": st.one_of(
+        st.tuples(st.just("int"), st.dates()), st.tuples(st.just("shop.Colour"), st.sampled_from(["RED", "BLUE"])),
+        st.tuples(st.just("shop.Two"), st.binary(min_size=2, max_size=2)), st.tuples(st.just("string"), st.uuids()),
+        st.tuples(st.just("bytes"), st.integers(-(10**60) + 1, 10**60 - 1).map(
+            lambda number: Decimal(number).scaleb(-20, Context(prec=60))
+        )),
+    ),
+    "maps": st.one_of(st.none(), st.tuples(st.just("map"), st.dictionaries(
+        st.sampled_from(["map", "shop.Colour"]), st.one_of(
+            st.none(), st.tuples(st.just("shop.Colour"), st.just("RED")),
+            st.tuples(st.just("map"), st.dictionaries(st.sampled_from(["map", "RED"]), st.integers(0, 9), max_size=2)),
+        ), max_size=2,
+    ))),
+})  # fmt: skip
+A_RECORDS = st.tuples(st.just("shop.A"), st.fixed_dictionaries({"n": st.integers(0, 9)}))
+B_RECORDS = st.tuples(st.just("shop.B"), st.fixed_dictionaries({"n": st.integers(0, 9), "m": st.integers(0, 9)}))
+RECORDS: st.SearchStrategy[Any] = st.deferred(
+    lambda: st.one_of(
+        A_RECORDS,
+        B_RECORDS,
+        st.tuples(st.just("shop.C"), st.fixed_dictionaries({"shop.C": st.one_of(st.none(), A_RECORDS, C_RECORDS)})),
+    )
+)
+C_RECORDS = st.deferred(lambda: RECORDS.filter(lambda one: one[0] == "shop.C"))
+
+
+OF_UNIONS = documents_of("avro", json.dumps(UNIONS))
+
+
+@settings(max_examples=examples(400))
+@given(VALUES)
+def test_the_document_of_an_avro_value_makes_the_same_value(value: Any) -> None:
+    out = BytesIO()
+    fastavro.schemaless_writer(out, fastavro.parse_schema(UNIONS), value)
+    document = json.loads(json.dumps(OF_UNIONS.decode(b"\0\0\0\0\1" + out.getvalue())))
+    assert OF_UNIONS.encoder()(document)[5:] == out.getvalue(), document
+
+
+def test_a_union_names_its_type_only_if_the_value_would_have_another_one() -> None:
+    values, encode = OF_UNIONS, OF_UNIONS.encoder()
+    plain = {"numbers": 5, "mixed": "AAE=", "records": {"n": 5}, "texts": "2026-11-01", "maps": {"a": "RED"}}
+    assert values.decode(encode(plain)) == plain
+    named = {
+        "numbers": {"long": 5}, "mixed": {"bytes": "AAE="}, "records": {"shop.B": {"n": 5, "m": 0}},
+        "texts": {"bytes": "2026.50000000000000000000"}, "maps": {"map": {"map": {"RED": 1}}},
+    }  # fmt: skip
+    clear = {"records": {"n": 5, "m": 0}, "texts": "2026.50000000000000000000"}
+    assert values.decode(encode(named)) == named | clear
+    assert values.decode(encode({**plain, "numbers": 1 << 40}))["numbers"] == 1 << 40
+    assert values.decode(encode({**plain, "records": {"n": 5, "m": 1}}))["records"] == {"n": 5, "m": 1}
+
+
+def test_a_long_chain_of_records_is_a_document_in_little_time() -> None:
+    """Each record nearly fits another type: to try that one with all records inside would take for ever."""
+    longer = {"type": "record", "name": "Y", "fields": [{"name": "next", "type": "X"}, {"name": "z", "type": "int"}]}
+    chain = {"type": "record", "name": "X", "fields": [{"name": "next", "type": ["null", longer, "X"]}]}
+    value: dict[str, Any] = {"next": None}
+    for number in range(100):
+        value = {"next": ("Y", {"next": value, "z": number}) if number % 2 else ("X", value)}
+    out = BytesIO()
+    fastavro.schemaless_writer(out, fastavro.parse_schema(chain), value)
+    values = documents_of("avro", json.dumps(chain))
+    assert values.encoder()(values.decode(b"\0\0\0\0\1" + out.getvalue()))[5:] == out.getvalue()
 
 
 @pytest.mark.parametrize("value", [b"", b"text", b"\0\0\0\0\1", b"\0\0\0\0\7x", b"\0\0\0\0\1" + b"\xff" * 20])
