@@ -169,6 +169,56 @@ def test_a_block_that_is_cancelled(
     assert databases.prepared() == 0
 
 
+def test_the_loop_is_free_while_the_log_is_made_short(
+    shop: Shop, databases: Databases, opened: Opens, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while another task decides; a task that is cancelled then has committed."""
+    rewrites, goes, rewrite = 0, threading.Event(), DecisionLog._rewrite
+    waits, begun = list[bool](), asyncio.Event()
+    loop: Any = None
+
+    def slow(self: DecisionLog) -> None:
+        nonlocal rewrites
+        rewrites += 1
+        if rewrites == 2:  # the first one opens the log
+            loop.call_soon_threadsafe(begun.set)
+            waits.append(goes.wait(20))
+        rewrite(self)
+
+    async def scenario() -> None:
+        nonlocal loop
+        loop, deciding = asyncio.get_running_loop(), asyncio.Event()
+        decide = metamq.tx.aio.Coordinator._write_decision
+
+        async def decides(self: Any, tx: Any, names: tuple[str, ...]) -> None:
+            deciding.set()
+            await decide(self, tx, names)
+
+        async def one(number: int) -> None:
+            async with coordinator.begin() as tx:
+                await work(tx, topic, str(number))
+
+        async with opened() as coordinator:
+            first = asyncio.create_task(one(1))
+            await begun.wait()
+            monkeypatch.setattr(metamq.tx.aio.Coordinator, "_write_decision", decides)
+            second = asyncio.create_task(one(2))
+            await deciding.wait()
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.sleep(0)
+            goes.set()
+            await asyncio.wait([first, second])
+            assert first.cancelled()
+            await second
+
+    monkeypatch.setattr(DecisionLog, "_is_long", property(lambda self: not self.open))
+    monkeypatch.setattr(DecisionLog, "_rewrite", slow)
+    asyncio.run(scenario())
+    assert waits == [True]
+    holds(shop, databases, topic, ["1", "2"])
+
+
 def test_a_decision_that_cannot_be_written_is_found_by_the_next(
     shop: Shop,
     databases: Databases,

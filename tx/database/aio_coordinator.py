@@ -77,6 +77,8 @@ class Coordinator(BaseCoordinator):
         self._is_opened = False
         self._recovering = asyncio.Lock()
         self._flushing = asyncio.Lock()
+        self._writing = asyncio.Lock()
+        """Held during each write to the log, and while a thread makes it short. So no write blocks the loop."""
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
@@ -120,19 +122,30 @@ class Coordinator(BaseCoordinator):
     async def _write_decision(self, tx: BaseTransaction, names: tuple[str, ...]) -> None:
         """Waits also if the task is cancelled: the outcome must be known."""
         assert isinstance(tx, CoordinatedTransaction)
-        self._log.write(tx.gtrid, names)
-        flushing = asyncio.ensure_future(self._flush(tx.gtrid))
-        while not flushing.done():
+        deciding = asyncio.ensure_future(self._decide_in_log(tx.gtrid, names))
+        while not deciding.done():
             try:
-                await asyncio.wait([flushing])
+                await asyncio.wait([deciding])
             except asyncio.CancelledError as cancelled:
                 tx.cancelled = cancelled
-        flushing.result()
+        deciding.result()
 
-    async def _flush(self, gtrid: str) -> None:
+    async def _decide_in_log(self, gtrid: str, names: tuple[str, ...]) -> None:
+        async with self._writing:
+            self._log.write(gtrid, names)
         async with self._flushing:
             if not self._log.is_flushed(gtrid):  # no other task has flushed it in the meantime
                 await asyncio.to_thread(self._log.flush, gtrid)
+
+    async def _record_end(self, gtrid: str) -> None:
+        async with self._writing:
+            is_long = self._log.ended(gtrid)
+        if is_long:
+            await asyncio.shield(self._compact())
+
+    async def _compact(self) -> None:
+        async with self._writing:
+            await asyncio.to_thread(self._log.compact)
 
     async def recover(self) -> Settled:
         """Ends prepared transactions that no task works on, as the log says. May be called at any time. An error of a

@@ -78,6 +78,10 @@ class Coordinator(BaseCoordinator):
     async def _write_decision(self, tx: BaseTransaction, names: tuple[str, ...]) -> None:
         self._log.commit(tx.gtrid, names)
 
+    async def _record_end(self, gtrid: str) -> None:
+        if self._log.ended(gtrid):
+            self._log.compact()
+
     @contextlib.contextmanager
     def begin(self) -> Iterator[CoordinatedTransaction]:
         """Commits at the end of the block; rolls back if the block raises.

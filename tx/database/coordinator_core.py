@@ -107,6 +107,10 @@ class BaseCoordinator(ABC):
     async def _write_decision(self, tx: BaseTransaction, names: tuple[str, ...]) -> None:
         """Writes the decision into the log; raises the errors of DecisionLog.commit()."""
 
+    @abstractmethod
+    async def _record_end(self, gtrid: str) -> None:
+        """Writes into the log that every resource has committed; raises the errors of DecisionLog.ended()."""
+
     def _check_kind(self, name: str, connection: Any) -> None:
         """Raises ConfigError for an asyncio connection in the blocking API, and for a blocking one in asyncio."""
         if inspect.iscoroutinefunction(connection.tpc_begin) == self._is_asyncio:
@@ -229,7 +233,7 @@ class BaseCoordinator(ABC):
             self._unfinished.set()
             return
         try:
-            self._log.ended(gtrid)
+            await self._record_end(gtrid)
         except Exception as error:  # the next process that opens the log commits again
             log.warning(
                 "transaction %s is committed everywhere, but its log could not record that: %s", _named(gtrid), error
@@ -277,7 +281,7 @@ class BaseCoordinator(ABC):
             rolled_back += rollbacks
         for gtrid, names in decided.items():
             if clean.issuperset(names):
-                self._log.ended(gtrid)
+                await self._record_end(gtrid)
         return Settled(committed, rolled_back, tuple(name for name in self._resources if name not in clean))
 
     async def _recover_at(self, name: str) -> tuple[int, int]:

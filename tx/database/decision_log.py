@@ -184,14 +184,16 @@ class DecisionLog:
             self._synced = end
             self.open.update((gtrid, self._pending.pop(gtrid)) for gtrid in pending)
 
-    def ended(self, gtrid: str) -> None:
-        """Records that every resource has committed."""
+    def ended(self, gtrid: str) -> bool:
+        """Records that every resource has committed. Returns True if the log is long, and compact() is due."""
         with self._lock:
             if self.open.pop(gtrid, None) is None:
-                return
+                return False
             self._append(_END, gtrid)
-            if not self._is_long:
-                return
+            return self._is_long
+
+    def compact(self) -> None:
+        """Makes a long log short. Until it returns, calls that write wait for the disk."""
         with self._flushing, self._lock:
             if self._is_long and self._failed is None:  # another thread may have replaced or closed the file
                 try:
