@@ -91,9 +91,8 @@ class ConsumerApi(Generic[T]):
         return self._core.commits.requests(offsets_of(position), delivered=delivered)
 
     async def _commit_stored(self, position: Position) -> None:
-        """Commits in the storage of the group. In the loop, in one step with the look at what is assigned: a partition
-        that is given away meanwhile would get two last commits."""
-        refused = await self._core.commits.commit(self._requests(position))
+        """Commits in the storage of the group."""
+        refused = await self._core.commits.commit(lambda: self._requests(position))
         for error in refused.values():
             raise error
 

@@ -205,7 +205,8 @@ class ConsumerCore:
     async def _keep_start(self, state: PartitionState, first: FirstOffset) -> None:
         """Commits the group's start before any message is done. Otherwise each new owner finds another "latest"."""
         assert state.claim is not None
-        refused = await self.commits.commit([CommitRequest(state.claim, first.offset, first.epoch)])
+        request = CommitRequest(state.claim, first.offset, first.epoch)
+        refused = await self.commits.commit(lambda: [request])
         for error in refused.values():
             raise error
 
@@ -223,9 +224,10 @@ class ConsumerCore:
         is_well = not states or await self._notify(self._on_revoked, states)
         auto = self.plan.auto_commit
         commits = is_well and (auto or self.plan.offsets is None)  # a database gets only the application's commits
-        finals = {state.tp: state.last_commit(auto_commit=auto) if commits else None for state in states}
-        for state in states:
-            self._remove(state)
+        async with self.commits.turn:
+            finals = {state.tp: state.last_commit(auto_commit=auto) if commits else None for state in states}
+            for state in states:
+                self._remove(state)
         return finals
 
     async def _until_released(self, state: PartitionState) -> None:

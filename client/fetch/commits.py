@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from metamq.client import telemetry
@@ -32,6 +32,8 @@ class OffsetCommits:
     inbox: Inbox
     assignment: Assignment
     errors: dict[TopicPartition, str]
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held during a commit."""
 
     async def commit_often(self, interval_ms: int) -> None:
         """Commits done messages, periodically, until the task is cancelled.
@@ -43,7 +45,7 @@ class OffsetCommits:
             await asyncio.sleep(pause_s)
             began = time.monotonic()
             try:
-                refused = await self.commit(self.due())
+                refused = await self.commit(self.due)
             except MetamqError as failure:
                 log.warning("nothing can be committed at present: %s", failure)
                 continue
@@ -98,17 +100,24 @@ class OffsetCommits:
             epoch = state.in_flight.batch.epoch if state.in_flight is not None else state.epoch
         return CommitRequest(state.claim, offset, epoch)
 
-    async def commit(self, requests: list[CommitRequest]) -> Mapping[TopicPartition, MetamqError]:
-        """Commits. Returns what was refused."""
-        if not requests or self.plan.group is None:
-            return {}
-        for request in requests:
-            if (state := self.inbox.states.get(request.claim.tp)) is not None:
+    async def commit(self, find_requests: Callable[[], list[CommitRequest]]) -> Mapping[TopicPartition, MetamqError]:
+        """Commits. Returns what was refused.
+
+        It looks for the requests after the commits that are on their way: a partition that is released meanwhile gets
+        no second last commit, and what is done sets no earlier commit back.
+        """
+        async with self.turn:
+            requests = find_requests()
+            if not requests:
+                return {}
+            states = self.inbox.states
+            asked = [(one, state, state.seeks) for one in requests if (state := states.get(one.claim.tp)) is not None]
+            for _, state, _ in asked:
                 state.commit_tried = True
-        with telemetry.operation("commit"):
-            refused = await self.assignment.commit(requests)
-        for request in requests:
-            state = self.inbox.states.get(request.claim.tp)
-            if state is not None and request.claim.tp not in refused:
-                state.committed_offset = request.offset
-        return refused
+            with telemetry.operation("commit"):
+                refused = await self.assignment.commit(requests)
+            for request, state, seeks in asked:
+                if request.claim.tp not in refused:
+                    state.committed_offset = request.offset
+                    state.floor_offset = request.offset if state.seeks == seeks else 0
+            return refused

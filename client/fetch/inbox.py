@@ -65,6 +65,9 @@ class PartitionState:
     commit_tried: bool = False
     """True after any commit: it may have succeeded, although its answer was lost."""
     committed_offset: int | None = None
+    floor_offset: int = 0
+    """The offset of the last commit since the assignment or the last seek. What is done commits no lower one: the
+    application may have committed a message that its handler still has."""
     assumed_offset: int | None = None
     """The offset that a transaction of the application has committed. The transaction may have failed."""
     lowest_offset: int = 0
@@ -105,7 +108,7 @@ class PartitionState:
         else:
             self.reached_offset = max(self.reached_offset, self.done_offset(last_done=True))
             self.lowest_offset = min(self.lowest_offset, offset)
-        self.next_offset, self.epoch = offset, epoch
+        self.next_offset, self.epoch, self.floor_offset = offset, epoch, 0
 
     def epoch_before(self, offset: int) -> int:
         """Returns the epoch of the message before an offset; -1: not known."""
@@ -118,12 +121,12 @@ class PartitionState:
         return self.lowest_offset < end_offset <= max(self.reached_offset, self.done_offset(last_done=True))
 
     def due_commit(self) -> tuple[int, int] | None:
-        """Returns the offset to commit and its epoch, or None if it is committed. Before the first message is done, it
-        is the place where the consumer began: so the lag of the partition is known when messages come."""
+        """Returns the offset to commit and its epoch, or None if it or a later one is committed. Before the first
+        message is done, it is the place where the consumer began: so the lag is known when messages come."""
         done, epoch = self.done_offset(), self.epoch
         if self.in_flight is not None and done > self.in_flight.batch.offset:
             epoch = self.in_flight.batch.epoch
-        return None if done < 0 or done == self.committed_offset else (done, epoch)
+        return None if done < self.floor_offset or done == self.committed_offset else (done, epoch)
 
     def last_commit(self, *, auto_commit: bool) -> tuple[int, int] | None:
         """Returns the offset that the release commits, and its epoch. Without `auto_commit` it is the start, if the
