@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from metamq.zk.documents import read_document
-from metamq.zk.errors import BadVersion, NodeExists, NoNode
+from metamq.zk.session.change import NEW, write_version
 
 if TYPE_CHECKING:
     from metamq.zk.session.session import Session
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MovedDelays:
-    """The content of the node, and its version; -1: there is no node yet."""
+    """The content of the node, and its version."""
 
     offsets: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     committing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    version: int = -1
+    version: int = NEW
 
 
 def _decode(document: dict[str, Any]) -> MovedDelays:
@@ -50,13 +50,6 @@ async def read_moved(session: Session, broker_id: int) -> MovedDelays:
 async def write_moved(session: Session, broker_id: int, moved: MovedDelays) -> MovedDelays | None:
     """Stores a change of what was read, and returns it with its new version; None if another process has changed it
     since. Raises ConnectionLost: then it may be stored."""
-    path = session.paths.delays(broker_id)
     data = json.dumps({"offsets": moved.offsets, "committing": moved.committing}).encode()
-    try:
-        if moved.version >= 0:
-            node = await session.set(path, data, moved.version)
-        else:
-            node = await session.create(path, data, makepath=True)
-    except (BadVersion, NodeExists, NoNode):
-        return None
-    return replace(moved, version=node.version)
+    version = await write_version(session, session.paths.delays(broker_id), data, moved.version)
+    return None if version is None else replace(moved, version=version)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from metamq.errors import ConfigError, MessageTooLarge
 from metamq.zk.documents import read_document
-from metamq.zk.errors import BadVersion, NodeExists, NoNode
+from metamq.zk.session.change import NEW, write_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,12 +29,12 @@ Ranges = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class SettledLetters:
-    """The settled letters of a group, and the version of the node. Version -1: there is no node yet."""
+    """The settled letters of a group, and the version of the node."""
 
     topic_id: str = ""
     settled: Mapping[str, Ranges] = field(default_factory=dict)
     committing: str = ""
-    version: int = -1
+    version: int = NEW
 
     def has(self, partition: str, offset: int) -> bool:
         """True if this letter is settled."""
@@ -98,20 +98,15 @@ async def write_settled(session: Session, group: str, settled: SettledLetters) -
     Returns None if another process has changed it since. Raises ConnectionLost, MessageTooLarge for too many gaps, and
     ConfigError for a group that has no owner yet: the owner of the new node would be this client.
     """
-    path = session.paths.settled_letters(group)
+    is_new = settled.version == NEW and session.security.zookeeper is not None
+    if is_new and not await session.exists(session.paths.group(group)):
+        hint = "Start a consumer of the group once: then the group belongs to its user."
+        raise ConfigError(f"the group {group!r} has no node in ZooKeeper", hint=hint)
     document = {"topic_id": settled.topic_id, "settled": settled.settled, "committing": settled.committing}
-    data = json.dumps(document).encode()
+    path, data = session.paths.settled_letters(group), json.dumps(document).encode()
     try:
-        if settled.version >= 0:
-            node = await session.set(path, data, settled.version)
-        elif session.security.zookeeper is None or await session.exists(session.paths.group(group)):
-            node = await session.create(path, data, makepath=True)
-        else:
-            hint = "Start a consumer of the group once: then the group belongs to its user."
-            raise ConfigError(f"the group {group!r} has no node in ZooKeeper", hint=hint)
-    except (BadVersion, NodeExists, NoNode):
-        return None
+        version = await write_version(session, path, data, settled.version)
     except MessageTooLarge as error:
         error.hint = "The settled letters have too many gaps. Purge or resend all letters up to some time."
         raise
-    return replace(settled, version=node.version)
+    return None if version is None else replace(settled, version=version)

@@ -11,6 +11,23 @@ if TYPE_CHECKING:
     from metamq.zk.session.session import Session
 
 T = TypeVar("T")
+NEW = -1
+"""The version of a node that does not exist yet."""
+
+
+async def write_version(session: Session, path: str, data: bytes, version: int) -> int | None:
+    """Stores the data if the node has this version; NEW makes the node. Returns its new version.
+
+    Returns None if another process was faster. Raises ConnectionLost: then it may be stored.
+    """
+    try:
+        if version == NEW:
+            node = await session.create(path, data, makepath=True)
+        else:
+            node = await session.set(path, data, version)
+    except (BadVersion, NodeExists, NoNode):
+        return None
+    return node.version
 
 
 async def change_node(
@@ -32,12 +49,6 @@ async def change_node(
         wanted = change(stored)
         if node is not None and wanted == stored:
             return stored
-        data = write(wanted)
-        try:
-            if node is None:
-                await session.create(path, data, makepath=True)
-            else:
-                await session.set(path, data, node.version)
-        except (BadVersion, NodeExists, NoNode):
-            continue
-        return wanted
+        version = NEW if node is None else node.version
+        if await write_version(session, path, write(wanted), version) is not None:
+            return wanted
