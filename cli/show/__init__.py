@@ -1,1 +1,1 @@
-"""Output of commands: tables, JSON, colours, progress, units."""
+"""Common parts of commands: tables, JSON, colours, progress, units, signals, and objects that options name."""

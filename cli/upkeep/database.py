@@ -7,15 +7,14 @@ repeats it.
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import sqlite3
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from metamq.cli.show.user_objects import load
 from metamq.errors import ConfigError
 
 Connect = Callable[[], Any]
@@ -43,7 +42,7 @@ def parse_database(text: str) -> Connect:
         raise ConfigError(f"a URL of {kind} is not supported", hint=hint)
     if not _FUNCTION.fullmatch(text):
         raise ConfigError(f"this is not a database: write it like {FORMS}")
-    return _function(*text.split(":"))
+    return _function(text)
 
 
 def _sqlite(file: Path) -> Connect:
@@ -60,16 +59,8 @@ def _postgresql(url: str) -> Connect:
     return lambda: psycopg.connect(url)
 
 
-def _function(module_name: str, path: str) -> Connect:
-    if (here := os.getcwd()) not in sys.path:  # as `python -m` has it
-        sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(module_name)
-        for name in path.split("."):
-            found = getattr(found, name)
-    except Exception as error:  # the module may raise anything
-        raise ConfigError(f"{module_name}:{path} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"{module_name}:{path} is not a function", hint="It must open a connection at each call.")
-    connect: Connect = found
+def _function(path: str) -> Connect:
+    connect: Connect = load(path)
+    if not callable(connect):
+        raise ConfigError(f"{path} is not a function", hint="It must open a connection at each call.")
     return connect

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
 from metamq.cli.show.output import TEXT_OR_JSON, print_json, print_json_line, say
+from metamq.cli.show.two_signals import TwoSignals
 from metamq.cli.show.units import DURATION, Parsed
 from metamq.cli.upkeep.database import HELP, Connect, parse_database
 from metamq.errors import MetamqError
@@ -123,7 +123,7 @@ def recover(
 
     given: dict[str, Any] = {"grace_s": grace_ms / 1000} | ({} if table is None else {"table": table})
     if every_ms is not None:
-        with _StopSignals() as stops, Recoverer(connect, **given, **current().client()) as service:
+        with TwoSignals(lambda: None) as stops, Recoverer(connect, **given, **current().client()) as service:
             return _serve(service, every_ms / 1000, http_host, http_port, output, stops)
     with Recoverer(connect, **given, **current().client()) as one:
         done = one.run_once()
@@ -137,27 +137,7 @@ def recover(
     return 1 if done.problems else 0
 
 
-class _StopSignals:
-    """Notes SIGINT and SIGTERM, which then do not end the process; a second one raises KeyboardInterrupt."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._come)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Leaves the handlers: the process ends."""
-
-    def _come(self, _number: int, _frame: object) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
-def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, output: str, stops: _StopSignals) -> int:
+def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, output: str, stops: TwoSignals) -> int:
     state = RecoveryState()
     server = None
     if port is not None:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import builtins
 import difflib
-import importlib
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from types import ModuleType
 from typing import Any, NamedTuple
 
+from metamq.cli.show.user_objects import SEPARATOR, import_module, load
 from metamq.client.checks import check_listener
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.schemas.topic import Topic
-from metamq.errors import ConfigError, MetamqError
+from metamq.errors import ConfigError
 
 GUESS_RATIO = 0.8
 """The likeness of a class that is guessed: most names end with Error, so difflib's own 0.6 finds any of them."""
-SEPARATOR = ":"
-DEBUG_HINT = "Mend the module, and start the worker again. With --debug it prints the stack trace."
 
 
 class Program(NamedTuple):
@@ -53,24 +49,6 @@ def load_program(handler_path: str, lifespan_path: str | None) -> Program:
     return Program(handler, takes_consumer, lifespan, is_async)
 
 
-def load(path: str) -> Any:
-    """Imports the object at "module:name". Raises ConfigError, and each MetamqError that the import raises."""
-    module_name, _, name = path.partition(SEPARATOR)
-    if not module_name or not name:
-        raise ConfigError(
-            f"{path!r} is not MODULE:NAME", hint="Write it like shop.billing:bill, for `bill` in shop/billing.py."
-        )
-    module = _imported(module_name, path)
-    try:
-        return attrgetter(name)(module)
-    except AttributeError:
-        near = difflib.get_close_matches(name, dir(module), 1)
-        found = f"Did you mean {module_name}:{near[0]}? " if near else ""
-        raise ConfigError(
-            f"the module {module_name} has no {name!r}", hint=f"{found}The module is {_file_of(module)}."
-        ) from None
-
-
 def load_exceptions(option: str, paths: Sequence[str]) -> tuple[type[Exception], ...]:
     """Imports classes of exceptions; a name without a module is one of Python's own. Raises as load()."""
     return tuple(_exception_at(option, path) for path in paths)
@@ -78,7 +56,7 @@ def load_exceptions(option: str, paths: Sequence[str]) -> tuple[type[Exception],
 
 def _exception_at(option: str, path: str) -> type[Exception]:
     module_name, _, name = path.rpartition(SEPARATOR)
-    module = _imported(module_name, path) if module_name else builtins
+    module = import_module(module_name, path) if module_name else builtins
     try:
         found = attrgetter(name)(module)
     except AttributeError:
@@ -167,26 +145,6 @@ def load_topics(given: Sequence[str]) -> list[str] | Topic[Any]:
     return found
 
 
-def _imported(name: str, path: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except MetamqError:
-        raise
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if f"{name}.".startswith(f"{missing}."):
-            raise ConfigError(
-                f"there is no module {missing!r}, for {path}",
-                hint=f"The worker looks in its folder, {os.getcwd()}, and in PYTHONPATH. Start it beside {missing}.",
-            ) from None
-        raise ConfigError(
-            f"the module {name} imports {missing}, which is not there",
-            hint="Install the package that has it into the environment of metamq.",
-        ) from error
-    except Exception as error:
-        raise ConfigError(f"the import of {name} failed: {type(error).__name__}: {error}", hint=DEBUG_HINT) from error
-
-
 def _takes(function: Any, count: int) -> bool:
     """Returns True if the function can be called with so many arguments."""
     if not callable(function):
@@ -212,7 +170,3 @@ def _name_in(path: str) -> str:
 
 def _kind(value: object) -> str:
     return "class" if isinstance(value, type) else f"value of type {type(value).__name__}"
-
-
-def _file_of(module: ModuleType) -> str:
-    return getattr(module, "__file__", None) or "a part of Python"

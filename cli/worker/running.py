@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from metamq.cli.processes import Stopped
 from metamq.errors import ClosedError, ConfigError
 from metamq.words import count
 
 if TYPE_CHECKING:
+    from metamq.cli.show.two_signals import TwoSignals
     from metamq.cli.worker.pages import ProgramPages
     from metamq.cli.worker.program import Program
     from metamq.client.consumer.consumer_api import ConsumerApi
@@ -30,35 +30,13 @@ log = logging.getLogger("metamq.cli")
 _CONTEXT_HINT = "Write @contextmanager above it, or @asynccontextmanager for an `async` one, and one `yield` in it."
 
 
-def _stop_at_once() -> None:
+def stop_at_once() -> None:
+    """Ends a worker that has no consumer yet."""
     raise Stopped
 
 
 def _do_nothing() -> None:
     pass
-
-
-class WorkerSignals:
-    """SIGTERM, SIGINT and SIGHUP: the first one calls `stop`, each further one raises KeyboardInterrupt."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.stop: Callable[[], object] = _stop_at_once
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
-                signal.signal(number, self._come)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Leaves the handlers: a signal must not end the process between here and its exit status."""
-
-    def _come(self, _number: int, _frame: object) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        self.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +46,7 @@ class HandlerRun:
     program: Program
     consumer: dict[str, Any]
     run: dict[str, Any]
-    signals: WorkerSignals
+    signals: TwoSignals
     pages: ProgramPages
     ready: Callable[[], None]
 

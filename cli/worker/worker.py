@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,16 +16,17 @@ from metamq.cli.context import current
 from metamq.cli.json_log import log_as_json
 from metamq.cli.processes import Stopped
 from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
+from metamq.cli.show.two_signals import TwoSignals
 from metamq.cli.show.units import GROUP, Parsed, parse_ms
+from metamq.cli.show.user_objects import SEPARATOR
 from metamq.cli.worker.program import (
-    SEPARATOR,
     check_together,
     load_exceptions,
     load_others,
     load_program,
     load_topics,
 )
-from metamq.cli.worker.running import HandlerRun, WorkerSignals
+from metamq.cli.worker.running import HandlerRun, stop_at_once
 from metamq.client.handling.current import LogFilter
 from metamq.client.settings import CONFIG_FILE_VARIABLE, ROOT_VARIABLE, ZOOKEEPER_VARIABLE
 from metamq.errors import MetamqError
@@ -146,7 +146,11 @@ def worker(handler: str, output: str, log_format: str, http_port: int, http_host
         log_as_json(LogFilter(), group=options["group"])
         logging.captureWarnings(True)
         current().logs_json = True
-    with WorkerSignals() as signals, contextlib.suppress(Stopped), _serving(http_host, http_port) as (pages, port):
+    with (
+        TwoSignals(stop_at_once) as signals,
+        contextlib.suppress(Stopped),
+        _serving(http_host, http_port) as (pages, port),
+    ):
         work = _worker(handler, options, signals, pages, partial(_say_ready, output, handler, options, port))
         try:
             work()
@@ -177,7 +181,7 @@ def _serving(host: str, port: int) -> Iterator[tuple[ProgramPages, int]]:
 def _worker(
     handler: str,
     options: dict[str, Any],
-    signals: WorkerSignals,
+    signals: TwoSignals,
     pages: ProgramPages,
     ready: Callable[[], None],
 ) -> Callable[[], None]:
@@ -188,7 +192,6 @@ def _worker(
     os.environ |= {ZOOKEEPER_VARIABLE: access.zookeeper, ROOT_VARIABLE: access.root}
     if settings.config_file is not None:
         os.environ[CONFIG_FILE_VARIABLE] = settings.config_file
-    sys.path.insert(0, os.getcwd())
     settings.checking = True
     program = load_program(handler, options["lifespan"])
     consumer, run = _arguments(options)

@@ -100,8 +100,8 @@ def test_offsets_in_a_database_are_reset(
         ("sqlite:///not-there.db", "there is no file not-there.db"),
         ("mysql://root:geheim@db/shop", "a URL of mysql is not supported"),
         ("geheim", "this is not a database"),
-        ("no_such_module:connect", "no_such_module:connect cannot be imported: ModuleNotFoundError"),
-        ("os:connect", "os:connect cannot be imported: AttributeError"),
+        ("no_such_module:connect", "there is no module 'no_such_module', for no_such_module:connect"),
+        ("os:connect", "the module os has no 'connect'"),
         ("os:sep", "os:sep is not a function"),
     ],
 )

@@ -172,3 +172,20 @@ def test_several_services_may_run(metamq: Metamq, running: Cluster, topic: str, 
     until(lambda: messages(running, topic) == [b"decided"])
     services[1].send_signal(signal.SIGTERM)
     assert services[1].wait(60) == 0
+
+
+def test_a_second_signal_does_not_wait_for_a_pass_that_hangs(file: Path, running: Cluster, process: Start) -> None:
+    hangs = file.parent / "hangs"
+    (file.parent / "stuck.py").write_text(
+        f"import threading\ndef connect():\n    open({str(hangs)!r}, 'w').close()\n    threading.Event().wait()\n"
+    )
+    options = ("--every", "100ms", "--http-port", 0, "-o", "json")
+    service = process("tx", "recover", "--database", "stuck:connect", *options, cwd=file.parent)
+    until(hangs.exists)
+    service.send_signal(signal.SIGTERM)
+    assert service.stdout is not None
+    port = json.loads(service.stdout.readline())["http_port"]
+    until(lambda: http_get(port, "/healthz")[0] == 200)
+    assert service.poll() is None
+    service.send_signal(signal.SIGTERM)
+    assert service.wait(60) == 130

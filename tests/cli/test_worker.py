@@ -472,7 +472,7 @@ def test_the_error_that_ends_it_is_json(
     ("arguments", "says"),
     [
         (["handlers"], "'handlers' is not MODULE:NAME Write it like shop.billing:bill"),
-        (["handlrs:slow"], "there is no module 'handlrs', for handlrs:slow The worker looks in its folder"),
+        (["handlrs:slow"], "there is no module 'handlrs', for handlrs:slow The command looks in its folder"),
         (["handlers:slw"], "the module handlers has no 'slw' Did you mean handlers:slow?"),
         (["handlers:three"], "handlers:three is a value of type int, not a function Write `def three(message)`"),
         (["handlers:Down"], "handlers:Down is a class, not a function"),
