@@ -14,15 +14,20 @@ import time
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
 from time import monotonic
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from metamq.errors import ConfigError, TooManyThreads
+from metamq.security.exposure import is_exposed
 from metamq.security.tls import FreshContext, principal_of
 from metamq.threads import start
 
+if TYPE_CHECKING:
+    from metamq.broker.config import BrokerConfig
+
 log = logging.getLogger("metamq.broker")
 
+ANY_HOST = ("0.0.0.0", "::")
 ACCEPT_PAUSE_S = 0.2
 CONNECTIONS_MAX = 16
 DEADLINE_S = 10.0
@@ -32,6 +37,20 @@ PRINCIPAL = "metamq.principal"
 """The variable of WSGI with the name in the client's certificate."""
 Respond: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 """An application of WSGI."""
+
+
+def status_address(config: BrokerConfig, advertised: str, port: int) -> str:
+    """Returns the address of the port for other machines, as "http://host:8120"; empty without one that they reach.
+
+    `advertised` is the broker's own host for clients, which may be several names.
+    """
+    name = advertised.partition(",")[0].strip()
+    listens_at = config.http_host or config.host
+    host = name if listens_at in ANY_HOST or not config.http_host else config.http_host
+    if port < 0 or (is_exposed(name) and not is_exposed(listens_at)):
+        return ""
+    bracketed = f"[{host}]" if ":" in host else host
+    return f"{'https' if config.http_tls else 'http'}://{bracketed}:{port}"
 
 
 class _Head:

@@ -41,7 +41,7 @@ from metamq.broker.log.disk.files import SHORTAGES, FileCache
 from metamq.broker.log.disk.whole_disk import SYNC_DISK
 from metamq.broker.log_once import LogOnce
 from metamq.broker.process.descriptors import raised_open_files_limit, shares
-from metamq.broker.process.http import StatusServer
+from metamq.broker.process.http import StatusServer, status_address
 from metamq.broker.process.listener import bind
 from metamq.broker.process.metrics import Histogram, SyncTimes
 from metamq.broker.process.pages import BrokerPages, guard_of
@@ -100,6 +100,7 @@ class Broker:
         self._connections: set[BrokerProtocol] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._ready_reason = "starting"
+        self._status: StatusServer | None = None
         self._beat = time.monotonic()
 
     async def start(self) -> None:
@@ -231,6 +232,7 @@ class Broker:
             state_version=self._folder.state_version,
             generation=self._folder.generation,
             is_replaced=self._folder.is_replaced and bool(self._topics.counts()),
+            status=status_address(self.config, self.host, self.http_port),
         )
 
     @property
@@ -458,7 +460,7 @@ class Broker:
 
     async def _abandon(self) -> None:
         """Undoes a failed start."""
-        if hasattr(self, "_status") and self._status is not None:
+        if self._status is not None:
             self._status.close()
         if hasattr(self, "_audit"):
             self._audit.close()

@@ -70,7 +70,7 @@ def status(broker_id: int | None, output: str) -> int:
     (a slave that copies data, with an estimate by its speed of the last second). IN SYNC is the value in ZooKeeper,
     even for a replica that is down. IF THE MASTER ENDS shows the replica that takes over by itself, or why none does.
     If there are faults, the command prints them and their repair on standard error, and the exit status is 1. It does
-    not show a replica that is neither in sync nor running.
+    not show a replica that is neither in sync nor running. With -o json, `status` is the address of its /metrics.
 
     \b
     metamq ha status

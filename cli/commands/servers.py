@@ -238,6 +238,9 @@ def _refuse_options(context: click.Context) -> None:
 def list_brokers(output: str) -> None:
     """List the brokers, with the address of each master. `metamq ha status` also shows the slaves.
 
+    STATUS PORT is the address of the master's /metrics, /healthz and /readyz, as it has registered it; those of slaves
+    are in `metamq ha status -o json`. "-" is unknown: no such port, or one of `metamq broker --processes`.
+
     \b
     metamq broker list
     metamq broker list -o json | jq -r '.[] | select(.live) | .address'
@@ -251,7 +254,7 @@ def list_brokers(output: str) -> None:
         print_json([{**asdict(one), "address": one.address, "partitions": partitions[one.broker_id]} for one in found])
         return
     print_table(
-        ["BROKER", "ADDRESS", "STATE", "REPLICA", "EPOCH", "PARTITIONS", "VERSION"],
+        ["BROKER", "ADDRESS", "STATE", "REPLICA", "EPOCH", "PARTITIONS", "VERSION", "STATUS PORT"],
         [
             [
                 str(one.broker_id),
@@ -261,6 +264,7 @@ def list_brokers(output: str) -> None:
                 str(one.epoch),
                 partitions[one.broker_id],
                 one.version,
+                one.status,
             ]
             for one in found
         ],

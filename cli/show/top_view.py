@@ -44,6 +44,8 @@ class BrokerLoad:
     bytes_out_s: float | None = None
     partitions: int | None = None
     size_bytes: int | None = None
+    status: str | None = None
+    """The address of the master's status port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ def _broker(one: BrokerDescription, after: Sample, pair: Pair | None) -> BrokerL
         _rise(before, now, lambda one: one.bytes_out),
         len(now.partitions),
         sum(part.size_bytes for part in now.partitions),
+        one.status,
     )
 
 

@@ -43,7 +43,7 @@ async def describe_brokers(cluster: ClusterClient) -> dict[int, BrokerDescriptio
             described[broker_id] = BrokerDescription(broker_id, epoch, live=False)
         else:
             described[broker_id] = BrokerDescription(
-                broker_id, epoch, True, master.host, master.port, master.replica, master.version
+                broker_id, epoch, True, master.host, master.port, master.replica, master.version, master.status or None
             )
     return described
 

@@ -265,6 +265,8 @@ class BrokerDescription:
     port: int | None = None
     replica: int | None = None
     version: str | None = None
+    status: str | None = None
+    """The address of its status port, as "http://host:8120"; None if it is not known."""
 
     @property
     def address(self) -> str | None:
@@ -306,6 +308,8 @@ class ReplicaDescription:
     catch_up_s: float | None = None
     """The least seconds until a slave that is not in sync has all data: at its speed of the last second, if no messages
     are added."""
+    status: str | None = None
+    """The address of its status port, as "http://host:8120"; None if it is not known."""
 
     @property
     def state(self) -> str:

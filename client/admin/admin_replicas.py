@@ -137,6 +137,7 @@ def _replica(
         learner=address.learner if address is not None else bool(link.get("learner")),
         refused=tuple(map(str, reports.get("refused", ()))),
         catch_up_s=lag_bytes / bytes_s if lag_bytes and bytes_s and not in_sync else None,
+        status=(address.status or None) if address is not None else None,
     )
 
 

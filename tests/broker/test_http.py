@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from metamq.broker.config import BrokerConfig
-from metamq.broker.process.http import StatusServer, _Server
+from metamq.broker.process.http import StatusServer, _Server, status_address
 from metamq.broker.process.pages import BrokerPages
 from metamq.broker.process.server import Broker
 from tests.parts import http_get
@@ -71,6 +71,23 @@ def test_it_may_have_an_address_of_its_own() -> None:
         socket.create_connection(("127.0.0.2", server.port), 60).close()
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "advertised", "address"),
+    [
+        ({}, "127.0.0.1", "http://127.0.0.1:8120"),
+        ({"host": "0.0.0.0"}, "broker-0", "http://broker-0:8120"),
+        ({"host": "0.0.0.0", "http_host": "::"}, "broker-0", "http://broker-0:8120"),
+        ({"host": "10.0.0.1", "http_tls": True}, "inside, outside.example.org", "https://inside:8120"),
+        ({"host": "0.0.0.0", "http_host": "10.0.0.2"}, "broker-0", "http://10.0.0.2:8120"),
+        ({"host": "::1"}, "::1", "http://[::1]:8120"),
+        ({"host": "0.0.0.0", "http_host": "127.0.0.1"}, "broker-0", ""),  # it would be the reader's own machine
+    ],
+)
+def test_the_address_for_other_machines(settings: dict[str, Any], advertised: str, address: str) -> None:
+    assert status_address(BrokerConfig(**settings), advertised, 8120) == address
+    assert status_address(BrokerConfig(**settings), advertised, -1) == ""
 
 
 def test_it_does_not_pause_when_its_thread_sees_the_closed_socket_first(monkeypatch: pytest.MonkeyPatch) -> None:

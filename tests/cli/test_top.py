@@ -51,7 +51,7 @@ def test_rates_are_between_two_samples() -> None:
     found = figures(sample(10), replace(after, groups={"g": committed})).document()
     assert found["brokers"][0] == {
         "broker_id": 0, "address": "h:1", "state": "live", "messages_s": 100, "bytes_in_s": 2000, "bytes_out_s": 50,
-        "partitions": 1, "size_bytes": 1024,
+        "partitions": 1, "size_bytes": 1024, "status": None,
     }  # fmt: skip
     assert found["topics"] == [
         {"topic": "t", "partitions": 3, "messages_s": 100, "bytes_in_s": 2000, "messages": None, "size_bytes": None}

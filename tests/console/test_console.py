@@ -147,6 +147,7 @@ def test_pages_show_the_cluster(running: Running) -> None:
     with running.cluster.admin() as admin:
         assert (address := admin.brokers()[0].address) is not None
         assert address in brokers
+        assert f"<td>{admin.brokers()[0].status}</td>" in brokers
         assert admin.explain_group("etl").text.splitlines()[0] in group
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -59,6 +60,10 @@ def test_a_master_is_registered_with_its_epoch(servers: str) -> None:
             assert mastership.epoch == 1
             assert await read_state(session, 0) == (mastership.state, mastership.version)
             assert await live_brokers(session) == {0: BrokerAddress(0, 0, "master", "one.example", 8123, "0.1.0", 1)}
+            node = await session.get(session.paths.master(0))
+            former = {name: one for name, one in json.loads(node.data).items() if name != "status"}
+            await session.set(session.paths.master(0), json.dumps(former).encode(), node.version)
+            assert (await live_brokers(session))[0].status == "", "a former release wrote the node"
             # Again in the same session, as after an answer that was lost.
             again = await become_master(session, ME)
             assert again.epoch == next_epoch(1, 0)

@@ -57,6 +57,8 @@ class BrokerAddress:
     log_epoch: int = 0
     log_bytes: int = -1
     """See Registration."""
+    status: str = ""
+    """The address of its status port, as "http://host:8120"; empty if it has none, or if it is not known."""
 
     @property
     def claim(self) -> KnownState:
@@ -97,6 +99,8 @@ class Registration:
     log_epoch: int = 0
     log_bytes: int = -1
     """A slave whose master is gone publishes that master's epoch, and the size of all its logs."""
+    status: str = ""
+    """See BrokerAddress."""
 
     @property
     def claim(self) -> KnownState:
@@ -129,6 +133,7 @@ def replica_json(session: Session, registration: Registration) -> bytes:
         "generation": registration.generation,
         "log_epoch": registration.log_epoch,
         "log_bytes": registration.log_bytes,
+        "status": registration.status,
         "machine": socket.gethostname(),  # for people to read
         "session_timeout_ms": session.negotiated_timeout_ms,
     }
@@ -152,7 +157,7 @@ def _checked(document: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it lacks {sorted(missing)}")
     for name in _NUMBERS:
         number(document.get(name, 0), low=-1)
-    for name in ("folder", "lock", "machine", "host", "version", "data"):
+    for name in ("folder", "lock", "machine", "host", "version", "data", "status"):
         text(document.get(name, ""))
     return document
 
@@ -175,6 +180,7 @@ def address_of(broker_id: int, node: Node, role: Role = "master") -> BrokerAddre
         document.get("generation", 0),
         document.get("log_epoch", 0),
         document.get("log_bytes", -1),
+        str(document.get("status", "")),
     )
 
 
