@@ -58,6 +58,7 @@ COMMANDS = {
     "plan": ("metamq.cli.sizing.plan", "Work out the sizes of a cluster for a workload."),
     "bench": ("metamq.cli.commands.bench", "Measure the throughput of a running cluster."),
     "doctor": ("metamq.cli.commands.doctor", "Check every part of a cluster, and report problems."),
+    "bundle": ("metamq.cli.support.bundle", "Collect what a support engineer asks for into one file."),
     "demo": ("metamq.cli.demo.story", "Send real data through a real cluster, and kill parts of it."),
 }
 

@@ -311,6 +311,7 @@ WHAT_HAPPENED: dict[str, Callable[[Pair], None]] = {
     "A broker id is gone permanently": a_broker_is_gone,
     "ZooKeeper is lost": zookeeper_is_lost,
     "ZooKeeper was restored from an older copy": zookeeper_is_taken_back,
+    "Ask for help": nothing,
 }
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from metamq.broker.config import BrokerConfig
 from metamq.cli.command import CliCommand
 from metamq.cli.commands.tx import PREPARED, age_ms, next_steps, who_decides
 from metamq.cli.context import Globals, current, look_for_cluster
@@ -25,16 +24,15 @@ from metamq.cli.show.output import TABLE_OR_JSON, count, folded, listed, print_j
 from metamq.cli.show.replica_view import RECENT_MS, Finding, damage_faults, failover_faults, replica_faults
 from metamq.cli.show.topic_view import not_served, refuses_writes, size_in_words
 from metamq.cli.show.units import show_age, show_bytes
+from metamq.cli.upkeep.sections import SECTIONS
 from metamq.client.admin.admin_brokers import children
 from metamq.client.admin.admin_groups import describe_group
 from metamq.client.admin.admin_replicas import describe_broker, failover_of
 from metamq.client.admin.admin_topics import describe_topics, read_configs
 from metamq.client.admin.admin_transactions import open_branches
-from metamq.client.fetch.consumer_options import ConsumerOptions
 from metamq.client.group.rebalance_decisions import has_no_topic, why_idle
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_session
-from metamq.client.producer.producer_core import ProducerOptions
 from metamq.client.settings import ENVIRONMENT_PREFIX, VARIABLES, load, variable
 from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError
 from metamq.security.config import WARN_DAYS, SecurityConfig
@@ -60,12 +58,6 @@ UNREACHABLE = 3
 TIMEOUT_S = 5.0
 SKEW_MS_MAX = 1_000
 FREE_BYTES_MIN = 1024**3
-SECTIONS: dict[str, type[Any]] = {
-    "broker": BrokerConfig,
-    "producer": ProducerOptions,
-    "consumer": ConsumerOptions,
-    "security": SecurityConfig,
-}
 OTHERS = ("METAMQ_TEST_WORKERS", "METAMQ_ADVERTISE", "METAMQ_PUBLISH", "METAMQ_IMAGE")
 """Variables of `./dev test` and of docker-compose.yml."""
 DAMAGE_HINT = (

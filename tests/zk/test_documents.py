@@ -115,6 +115,8 @@ READS_FILES = {
     "cli/log_reader.py",
     "cli/messages/filters.py",
     "cli/messages/json_records.py",
+    "cli/support/log_files.py",
+    "cli/support/machine_parts.py",
     "client/offsets/offsets_file.py",
     "client/schemas/documents.py",
     "spark_consumers/data_source.py",

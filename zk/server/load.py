@@ -31,14 +31,15 @@ class ServerLoad:
 
 def load_of(host: str, port: int, timeout_s: float) -> ServerLoad | None:
     """Returns the load; None if the server does not report it, as with TLS. Raises OSError."""
-    nodes = re.search(r"^Node count: ([0-9]{1,15})$", _ask(host, port, b"srvr", timeout_s), re.MULTILINE)
+    nodes = re.search(r"^Node count: ([0-9]{1,15})$", ask(host, port, b"srvr", timeout_s), re.MULTILINE)
     if nodes is None:
         return None
-    memory = re.search(r"^os\.memory\.max=([0-9]{1,9})MB$", _ask(host, port, b"envi", timeout_s), re.MULTILINE)
+    memory = re.search(r"^os\.memory\.max=([0-9]{1,9})MB$", ask(host, port, b"envi", timeout_s), re.MULTILINE)
     return ServerLoad(int(nodes[1]), int(memory[1]) << 20 if memory else None)
 
 
-def _ask(host: str, port: int, word: bytes, timeout_s: float) -> str:
+def ask(host: str, port: int, word: bytes, timeout_s: float) -> str:
+    """Returns the answer to a four-letter word; empty if the server does not speak without TLS. Raises OSError."""
     with socket.create_connection((host, port), timeout_s) as connection:
         connection.sendall(word)
         answer = b""
