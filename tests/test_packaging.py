@@ -127,12 +127,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / made.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == files_of_the_product()
 
 
+@pytest.mark.slow
 def test_installed_wheel_imports_from_where_it_is(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)

@@ -118,6 +118,7 @@ HELD: dict[str, Callable[[str], bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", HELD)
 def test_requests_are_answered_while_the_disk_is_slow(parts: Parts, held: str) -> None:
     disk = parts.disk

@@ -241,6 +241,7 @@ def test_a_copy_in_the_place_of_a_folder(parts: Cluster, broker: BrokerProcess, 
     assert incarnations(parts, broker) == {drawn}
 
 
+@pytest.mark.slow
 def test_the_original_after_its_copy_has_served_is_said_to_be_the_older_one(
     parts: Cluster, broker: BrokerProcess
 ) -> None:

@@ -335,6 +335,7 @@ def test_an_export_into_a_pipe_leaves_it_a_pipe(metamq: Metamq, tmp_path: Path) 
         reader.wait()
 
 
+@pytest.mark.slow
 def test_an_export_replaces_an_older_one_and_none_of_another_cluster(metamq: Metamq, tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     for _time in range(2):

@@ -200,6 +200,7 @@ def free_beside_a_taken_one(stack: ExitStack) -> int:
     raise AssertionError("no two free ports")
 
 
+@pytest.mark.slow
 def test_a_wrong_configuration_of_one_worker_ends_the_command(tmp_path: Path) -> None:
     with ExitStack() as stack:
         port = free_beside_a_taken_one(stack)

@@ -201,6 +201,7 @@ def ready(one: subprocess.Popen[bytes]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handler", ["slow", "slow_async"])
 @pytest.mark.parametrize("order", ["partition", "key"])
 def test_sigterm_in_the_middle_loses_nothing_and_doubles_nothing(
@@ -315,6 +316,7 @@ def test_a_taken_port_is_an_error(worker: Work, running: Cluster) -> None:
     assert "Choose another --http-port" in talk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("handler", "lifespan"), [("slow", "lifespan"), ("slow_async", "lifespan_async")])
 def test_the_lifespan_surrounds_the_messages(
     running: Cluster, topic: str, folder: Path, worker: Work, handler: str, lifespan: str
@@ -327,6 +329,7 @@ def test_the_lifespan_surrounds_the_messages(
     assert noted(folder) == ["begins", "0", "1", "ends"]
 
 
+@pytest.mark.slow
 def test_options_reach_run_and_the_consumer(
     running: Cluster, topic: str, folder: Path, worker: Work, metamq: Metamq
 ) -> None:

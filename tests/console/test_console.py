@@ -363,6 +363,7 @@ def test_without_the_extra_the_next_step_is_printed(tmp_path: Path) -> None:
     assert "pip install 'metamq[console]'" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "address"), [(0, "http://127.0.0.1:"), (1, "https://console.example.org:")])
 def test_the_commands_of_the_page_run(running: Running, tmp_path: Path, block: int, address: str) -> None:
     """Without those for docker-compose.yml, which need an engine."""

@@ -312,6 +312,7 @@ def is_closed(holder: Holder, topic: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_token_ends_after_its_time_and_not_before_if_it_is_renewed(
     secure: Cluster, security: SecurityConfig, name: str
 ) -> None:

@@ -39,6 +39,7 @@ def refused(address: str, security: SecurityConfig) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_messages_go_through_a_cluster_that_speaks_only_tls(secure: Cluster) -> None:
     secure.create_topic("t", partitions=2)
     with secure.producer() as producer:

@@ -19,6 +19,8 @@ from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
 from tests.mariadb import DRIVERS, MariaDb
 from tests.tx.databases import Connect, messages
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=DRIVERS)
 def connect(request: pytest.FixtureRequest, mariadb: MariaDb) -> Connect:

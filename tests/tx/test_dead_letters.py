@@ -199,6 +199,7 @@ def test_a_crash_at_the_decision(
     assert values(running, topic) == list(range(20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_other", [20, 0])
 def test_a_late_decision_of_a_paused_process_fails(
     running: Cluster, group: str, monkeypatch: pytest.MonkeyPatch, by_other: int

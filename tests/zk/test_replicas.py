@@ -141,6 +141,7 @@ asyncio.run(die())
 """
 
 
+@pytest.mark.slow
 def test_a_frozen_zookeeper_ends_no_session_so_the_wait_for_its_end_goes_on(
     victim: EmbeddedZooKeeper, unique: str, until: Until, caplog: pytest.LogCaptureFixture
 ) -> None:

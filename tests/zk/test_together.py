@@ -243,6 +243,7 @@ class Game:
             assert await committed(self.sessions[0], tp) in possible, tp
 
 
+@pytest.mark.slow
 def test_random_steps_of_two_consumers_with_lost_answers(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     print(f"seed {SEED}")
     random_ = random.Random(SEED)

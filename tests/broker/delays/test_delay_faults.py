@@ -236,6 +236,7 @@ def test_messages_that_move_to_a_new_level_are_counted_at_once(
     assert 0 not in counts[counts.index(1) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_s", [-5.0, 5.0])
 def test_the_clock_steps(running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
     """None is lost or there twice. A clock that goes back delays them; one that goes ahead does the reverse."""

@@ -21,7 +21,7 @@ from metamq.zk.partitions import TopicPartition
 from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group
 from tests.parts import SLOW_S, statistics, values_to_end, wait_until
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 TOPIC = "t"
 TP = TopicPartition(TOPIC, "0-0")
 COUNT = 300
@@ -137,7 +137,6 @@ def test_a_slave_that_was_away_shows_no_deleted_message_when_it_comes_back_as_th
     check(group, 250, 0, 1)
 
 
-@pytest.mark.slow
 def test_a_slave_that_hangs_is_named_and_carries_out_the_deletion_later(group: Group) -> None:
     begun(group, slaves=0)
     group.add_slave(session_timeout_ms=60_000)  # it stays registered
@@ -177,7 +176,6 @@ def test_messages_of_a_transaction_do_not_come_back_by_a_crash_after_it(group: G
     check(group, COUNT, 0)
 
 
-@pytest.mark.slow
 def test_deletions_with_a_producer_retention_and_kills(group: Group) -> None:
     begun(group, segment_bytes=2048)
     dice, is_over = random.Random(7), threading.Event()

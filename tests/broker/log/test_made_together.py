@@ -99,6 +99,7 @@ def open_all(host: Host) -> list[PartitionLog]:
     return [PartitionLog.open(folder, "t/0", LogConfig(), files, now_us=0) for folder in host.folders]
 
 
+@pytest.mark.slow
 def test_after_a_crash_at_any_step_all_logs_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(SEED)
     for crash_at in range(1, COUNT + 6):
