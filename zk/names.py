@@ -63,6 +63,11 @@ def check_topic(name: str) -> str:
     return _without_dot("topic", name)
 
 
+def is_pattern(text: str) -> bool:
+    """Returns True if the text has a wildcard: a topic's name has none."""
+    return any(wildcard in text for wildcard in "*?[")
+
+
 def check_group(name: str) -> str:
     """Returns `name`. Raises ConfigError if it cannot be the name of a consumer group and of its dead-letter topic."""
     check_name("group", name)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from metamq import Consumer
 from metamq.cli.context import current
 from metamq.cli.show.output import say
-from metamq.cli.show.units import is_pattern
 from metamq.errors import ConfigError, ConnectError, NotAuthorized, PartitionNotFound, TopicNotFound
+from metamq.zk.names import is_pattern
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:

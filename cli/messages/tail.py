@@ -13,7 +13,8 @@ from metamq.cli.messages.filters import Matches, all_of, filter_options, partiti
 from metamq.cli.show.message_format import DecodedMessage, Render, as_json
 from metamq.cli.show.output import output_option
 from metamq.cli.show.terminal import escaped_bytes
-from metamq.cli.show.units import TOPIC_PATTERN, is_pattern
+from metamq.cli.show.units import TOPIC_PATTERN
+from metamq.zk.names import is_pattern
 
 if TYPE_CHECKING:
     from metamq.cli.messages.ranges import Place

@@ -13,7 +13,7 @@ import click
 from metamq.client.model import time_of, timestamp_us
 from metamq.errors import ConfigError
 from metamq.zk.cluster.topics import Flush, FlushEvery
-from metamq.zk.names import check_group, check_node, check_topic, parse_partition
+from metamq.zk.names import check_group, check_node, check_topic, is_pattern, parse_partition
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -103,11 +103,6 @@ def parse_place(text: str) -> Literal["earliest", "latest"] | datetime | int:
         return int(text)
     forms = "earliest, latest, an offset, -10 for the last ten, or @2026-11-01T00:00"
     raise ValueError(f"{text!r} is not a place in a log: write {forms}")
-
-
-def is_pattern(text: str) -> bool:
-    """Returns True if the text has a wildcard: a topic's name has none."""
-    return any(wildcard in text for wildcard in "*?[")
 
 
 def parse_broker(text: str) -> int:

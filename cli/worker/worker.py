@@ -29,8 +29,8 @@ from metamq.cli.worker.program import (
 from metamq.cli.worker.running import HandlerRun, stop_at_once
 from metamq.client.handling.current import LogFilter
 from metamq.client.settings import CONFIG_FILE_VARIABLE, ROOT_VARIABLE, ZOOKEEPER_VARIABLE
+from metamq.client.subscriptions import check_subscription
 from metamq.errors import MetamqError
-from metamq.zk.names import check_topic
 
 if TYPE_CHECKING:
     from metamq.cli.worker.pages import ProgramPages
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.cli")
 
 SECONDS = Parsed("time", lambda text: parse_ms(text) / 1000)
-TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else check_topic(text))
+TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else check_subscription(text))
 
 
 @click.command(cls=CliCommand, quiet=logging.INFO)

@@ -30,11 +30,12 @@ from metamq.client.admin.admin_model import (
 )
 from metamq.client.admin.admin_topics import read_configs
 from metamq.client.checks import is_whole, partition_of, wrong_type
-from metamq.client.group.rebalance_decisions import why_idle
+from metamq.client.group.rebalance_decisions import topics_by_member, why_idle
 from metamq.client.group.strategies import explain
 from metamq.client.model import requested_time_us
 from metamq.client.offsets.offsets import CommitRequest
 from metamq.client.offsets.offsets_database import DatabaseOffsets
+from metamq.client.subscriptions import selected
 from metamq.errors import ConfigError, MetamqError, NotAuthorized, OffsetOutOfRange, PartitionNotFound
 from metamq.security.names import check_name
 from metamq.security.rights import ANY_PRINCIPAL
@@ -90,14 +91,19 @@ async def _members(session: Session, group: str) -> dict[str, Member]:
 async def all_groups(cluster: ClusterClient) -> dict[str, GroupSummary]:
     """Returns every group by name, in alphabetical order."""
     names = await children(cluster.session, cluster.session.paths.groups())
-    found = await asyncio.gather(*(_summary(cluster.session, name) for name in names))
+    existing = await cluster.topics.names()
+    found = await asyncio.gather(*(_summary(cluster.session, name, existing) for name in names))
     return {summary.group: summary for summary in found}
 
 
-async def _summary(session: Session, group: str) -> GroupSummary:
+def _read_by(present: Mapping[str, Member], existing: Collection[str]) -> frozenset[str]:
+    return selected({one for member in present.values() for one in member.topics}, existing)
+
+
+async def _summary(session: Session, group: str, existing: Collection[str]) -> GroupSummary:
     present = await _members(session, group)
     stored = await read_plan(session, group)
-    read = {topic for member in present.values() for topic in member.topics}
+    read = _read_by(present, existing)
     others = set(await children(session, session.paths.offset_topics(group))) - read
     cleared = _cleared_topics(await _records(session, group, others, 1))
     cleared = _cleared_topics(await _records(session, group, cleared))
@@ -141,7 +147,7 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
     present = await _members(session, group)
     stored = await read_plan(session, group)
     owners = await members.owned_partitions(session, group)
-    read = {topic for member in present.values() for topic in member.topics} | {tp.topic for tp in owners}
+    read = _read_by(present, await cluster.topics.names()) | {tp.topic for tp in owners}
     kept = await children(session, session.paths.offset_topics(group))
     records = await _records(session, group, kept)
     topics = read.union(kept) - (_cleared_topics(records) - read)
@@ -252,7 +258,7 @@ async def explain_group(cluster: ClusterClient, group: str) -> GroupExplanation:
     owners = await members.owned_partitions(session, group)
     present = await _members(session, group)
     partitions = {topic: given.partition_names for topic, given in plan.inputs.topics.items()}
-    words = explain(plan.inputs.members, partitions, plan.strategy, plan.assignment)
+    words = explain(topics_by_member(plan.inputs), partitions, plan.strategy, plan.assignment)
     lines = [f"Plan {plan.generation} of group {group}.", words, *_differences(plan, owners, present)]
     return GroupExplanation(
         group, plan.strategy, plan.generation, plan.inputs.members, plan.assignment, owners, "\n".join(lines)
@@ -381,7 +387,9 @@ async def _check_unread(session: Session, group: str, topics: Set[str], conseque
     """Raises ConfigError with the names of the members that read one of the topics."""
     present = await _members(session, group)
     readers = [
-        f"{one.consumer_id} (process {one.pid} on {one.host})" for one in present.values() if topics & {*one.topics}
+        f"{one.consumer_id} (process {one.pid} on {one.host})"
+        for one in present.values()
+        if topics & selected(one.topics, topics)
     ]
     if readers:
         raise ConfigError(

@@ -50,11 +50,13 @@ class Consumer(ConsumerApi[T]):
 
     zookeeper:   "host:port,host:port/chroot"; the default is $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
     root:        the root znode of metamq; the default is $METAMQ_ROOT, the TOML file, then /meta.
-    topics:      names of topics, or one Topic, which decodes the values.
+    topics:      names of topics, or one Topic, which decodes the values. With a group also patterns, like "orders.*":
+                 the topics that match now, and those that match later. Dead-letter topics match no pattern.
     group:       the group's name. The group's offsets are kept, see `offsets`. Without a group the consumer reads every
                  partition and keeps no offsets.
     start:       the place to begin at in a partition for which the group has no offset: "earliest", "latest", or an
-                 aware datetime, which means the first message at or after it.
+                 aware datetime, which means the first message at or after it. A partition that is created after this
+                 consumer started begins at its first message also with "latest".
     decode:      converts bytes to a value; without it values are bytes. If it rejects a message, the loop raises
                  DecodeError, and the message is not done: it is delivered again. run() treats the error like an error
                  of its listener.

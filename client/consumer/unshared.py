@@ -102,7 +102,7 @@ class UnsharedAssignment:
             found = await self._storage.claimed(claims)
             claims = [replace(claim, committed=_committed(found.get(claim.tp))) for claim in claims]
         self._claims |= {claim.tp: claim for claim in claims}
-        await self._handler.assigned([AssignedPartition(claim) for claim in claims])
+        await self._handler.assigned([AssignedPartition(claim, is_new=self._task is not None) for claim in claims])
 
     def partition_names(self, topic: str) -> Sequence[str]:
         """See `Assignment.partition_names`."""

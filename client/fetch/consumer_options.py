@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from metamq.client.checks import check_ranges, is_whole, wrong_type
 from metamq.client.group.strategies import check_strategy
 from metamq.client.schemas.topic import Topic
+from metamq.client.subscriptions import check_subscription
 from metamq.errors import ConfigError
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
-from metamq.zk.names import check_consumer, check_group, check_topic
+from metamq.zk.names import check_consumer, check_group, is_pattern
 
 if TYPE_CHECKING:
     from metamq.client.offsets.offsets import OffsetStorage
@@ -122,7 +123,12 @@ def consumer_plan(
     names = (topics,) if isinstance(topics, str) else tuple(dict.fromkeys(topics))
     if not names:
         raise ConfigError("a consumer needs a topic", hint='Give topics=["name"].')
-    list(map(check_topic, names))
+    patterns = [name for name in names if is_pattern(check_subscription(name))]
+    if patterns and (group is None or broadcast):
+        raise ConfigError(
+            f"topic {patterns[0]!r} is a pattern, and this consumer is no member of a group",
+            hint="Give group=, without broadcast=True. `Admin.topics()` has the topics that exist.",
+        )
     if group is not None:
         check_group(group)
     if not is_start(start):

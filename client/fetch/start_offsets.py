@@ -67,18 +67,22 @@ class OffsetFinder:
         await asyncio.gather(*asking, return_exceptions=True)
 
     async def first_offset(self, assigned: AssignedPartition) -> FirstOffset:
-        """Returns the start offset of a partition. Raises the broker's error, or ConnectError."""
+        """Returns the start offset of a partition. Raises the broker's error, or ConnectError.
+
+        A new partition begins at its first message also with "latest": the consumer is older than all of them.
+        """
         committed = assigned.committed
         if committed is not None and committed.topic_id == assigned.claim.topic_id:
             return FirstOffset(committed.offset, committed.epoch, is_committed=True)
+        start = "earliest" if assigned.is_new and self._start == "latest" else self._start
         topic = assigned.tp.topic, assigned.claim.topic_id
         if committed is not None and topic not in self._recreated:
             self._recreated.add(topic)
             log.warning(
                 "topic %r was deleted and created again since offsets in it were committed: beginning at %s",
-                assigned.tp.topic, self._start,
+                assigned.tp.topic, start,
             )  # fmt: skip
-        found = await self._find(assigned.tp, assigned.claim.topic_id, self._start)
+        found = await self._find(assigned.tp, assigned.claim.topic_id, start)
         return FirstOffset(found.offset, found.epoch, is_committed=False)
 
     async def find(self, tp: TopicPartition, topic_id: str, where: Start) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from metamq.client.offsets.offsets import CommitRequest, CommittedOffset, Ownership
+from metamq.client.subscriptions import selected
 from metamq.errors import ConfigError, MetamqError, OwnershipLost, PartitionNotFound
 from metamq.zk.partitions import TopicPartition
 
@@ -17,10 +18,11 @@ class AssignedPartition:
 
     The topic id of `claim.committed` may be that of a deleted topic of the same name, and the log may not know its
     epoch. In both cases the offset has no meaning in the present log. Commit with this claim: a commit uses only its
-    claim generation.
+    claim generation. `is_new`: the partition was created after this consumer started, so it has no message from before.
     """
 
     claim: Ownership
+    is_new: bool = False
 
     @property
     def tp(self) -> TopicPartition:
@@ -93,7 +95,7 @@ class Assignment(Protocol):
 
 def not_assigned(tp: TopicPartition, topics: Collection[str], assignment: Assignment) -> MetamqError:
     """Returns the error for a partition that a consumer of `topics` does not have."""
-    if tp.topic not in topics:
+    if tp.topic not in selected(topics, (tp.topic,)):
         return ConfigError(f"this consumer does not read topic {tp.topic!r}", hint=f"It reads {', '.join(topics)}.")
     names = assignment.partition_names(tp.topic)
     if names and tp.partition not in names:

@@ -19,12 +19,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from metamq.client.group import rebalance_decisions
+from metamq.client.subscriptions import selected
 from metamq.errors import ConfigError, CorruptData, MetamqError, closed_client
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.documents import warn_once
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.groups.members import Member, member_names, read_members
 from metamq.zk.groups.plans import Plan, PlanInputs, PlanTooLarge, StoredPlan, read_plan, store_plan
+from metamq.zk.names import is_pattern
 
 if TYPE_CHECKING:
     from metamq.zk.session.session import Session
@@ -110,7 +112,10 @@ class GroupPlan:
         self._stored = Watched(lambda watch: read_plan(session, group, watch), changed)
         self._names = Watched(lambda watch: member_names(session, group, watch), changed)
         self._members = Watched(lambda watch: read_members(session, group, watch), changed)
+        self._existing = Watched(self._topic_store.names, changed)
         self._configs: dict[str, Watched[TopicConfig | None]] = {}
+        self._subscribed: frozenset[str] = frozenset()
+        """The names and patterns whose configurations were read last."""
         self._final: tuple[object, ...] = ()
         """The view in which the stored plan was found to be final, after all inputs were read."""
         self._behind: tuple[object, float] | None = None
@@ -152,11 +157,11 @@ class GroupPlan:
         members = plan.inputs.members
         if plan.strategy != self._strategy or members.get(self._id, self._topics) != self._topics:
             return False
-        if self._final[:2] == (version, names) and self._final[2:] == await self._read_configs(self._configs):
+        if self._final[:2] == (version, names) and self._final[2:] == await self._read_configs(self._subscribed):
             return True
         if members.keys() != names:
             return False
-        configs = await self._read_configs({topic for subscribed in members.values() for topic in subscribed})
+        configs = await self._read_configs({one for subscribed in members.values() for one in subscribed})
         return rebalance_decisions.topic_inputs(*configs, plan) == plan.inputs.topics
 
     def _is_my_turn(self, stored: StoredPlan | None, names: frozenset[str]) -> bool:
@@ -186,7 +191,7 @@ class GroupPlan:
             return None
         self._check_strategy(present, stored)
         before = stored.plan if stored is not None else None
-        configs = await self._read_configs({topic for member in present.values() for topic in member.topics})
+        configs = await self._read_configs({one for member in present.values() for one in member.topics})
         topics = rebalance_decisions.topic_inputs(*configs, before)
         inputs = rebalance_decisions.plan_inputs(self._strategy, present, topics)
         self.present = present
@@ -232,6 +237,7 @@ class GroupPlan:
         """Makes the next `agree` read members and topics again."""
         self._names.forget()
         self._members.forget()
+        self._existing.forget()
         for config in self._configs.values():
             config.forget()
 
@@ -255,9 +261,12 @@ class GroupPlan:
                 )
             )
 
-    async def _read_configs(self, topics: Collection[str]) -> tuple[list[TopicConfig | None], list[str]]:
+    async def _read_configs(self, subscribed: Collection[str]) -> tuple[list[TopicConfig | None], list[str]]:
         """Returns the configurations, and the topics whose configuration is unreadable: the plan keeps these as they
         are."""
+        self._subscribed = frozenset(subscribed)
+        existing = await self._existing.get() if any(map(is_pattern, subscribed)) else ()
+        topics = selected(subscribed, existing)
         self._configs = {topic: self._configs.get(topic) or self._watch_config(topic) for topic in sorted(topics)}
         found = await asyncio.gather(*(config.get() for config in self._configs.values()), return_exceptions=True)
         configs: list[TopicConfig | None] = []

@@ -33,10 +33,11 @@ from metamq.zk.errors import ConnectionLost
 from metamq.zk.groups import ownership
 from metamq.zk.groups.ownership import NotYet
 from metamq.zk.groups.together import claim_all, release_all
+from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition, partition_order
 
 if TYPE_CHECKING:
-    from metamq.zk.groups.plans import Plan
+    from metamq.zk.groups.plans import Plan, TopicInput
     from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.client")
@@ -101,6 +102,8 @@ class Holdings:
         self._changed = changed
         self._failed = failed
         self._held: _Some = {}
+        self._first_topics: dict[str, TopicInput] | None = None
+        """The topics of the first plan with this member in it, by topic id."""
         self._doubts: set[TopicPartition] = set()
         self._prepared: set[str] = set()
         self._commit_turn = asyncio.Lock()
@@ -139,6 +142,8 @@ class Holdings:
         MetamqError."""
         await self._settle_doubts()
         mine = mine_in(self._id, plan)
+        if self._first_topics is None and self._id in plan.inputs.members:
+            self._first_topics = {given.id: given for given in plan.inputs.topics.values()}
         for tp in self.waiting.keys() - mine.keys():
             del self.waiting[tp]
         decision = self._decide(plan)
@@ -162,6 +167,13 @@ class Holdings:
     def _decide(self, plan: Plan) -> RebalanceDecision:
         held = {tp: Held(holding.phase, holding.claim.topic_id) for tp, holding in self._held.items()}
         return decide(self._id, plan, held, self.waiting)
+
+    def _is_new(self, claim: Ownership) -> bool:
+        if self._first_topics is None:
+            return False
+        broker_id, index = parse_partition(claim.tp.partition)
+        first = self._first_topics.get(claim.topic_id)
+        return first is None or index >= first.partitions.get(broker_id, 0)
 
     def _enter(self, partitions: Sequence[TopicPartition], phase: Phase) -> _Some:
         some = {tp: self._held[tp] for tp in partitions}
@@ -259,7 +271,9 @@ class Holdings:
                 ready[tp] = held
         if ready:
             try:
-                await self._handler.assigned([AssignedPartition(held.claim) for held in ready.values()])
+                await self._handler.assigned(
+                    [AssignedPartition(held.claim, self._is_new(held.claim)) for held in ready.values()]
+                )
             finally:
                 # Even if it failed: the handler may have taken some of them, and `revoke` takes them back.
                 for held in self._still(ready, Phase.STARTING).values():

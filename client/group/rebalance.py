@@ -31,7 +31,7 @@ from metamq import __version__
 from metamq.client.group.assignment import AssignedPartition, AssignmentHandler, Obstacle, RebalanceHealth
 from metamq.client.group.group_plan import CannotStay, GroupPlan
 from metamq.client.group.holdings import Holdings, Lack
-from metamq.client.group.rebalance_decisions import Phase, hint_for_idle, why_idle
+from metamq.client.group.rebalance_decisions import Phase, has_no_topic, hint_for_idle, why_idle
 from metamq.client.group.strategies import check_strategy
 from metamq.client.net import outages
 from metamq.client.net.missing_topics import MissingTopics
@@ -43,7 +43,7 @@ from metamq.zk.errors import NoNode
 from metamq.zk.groups import members
 from metamq.zk.groups.members import Member
 from metamq.zk.groups.ownership import KeptElsewhere
-from metamq.zk.names import check_consumer, check_group
+from metamq.zk.names import check_consumer, check_group, is_pattern
 from metamq.zk.session.session import SessionState
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ RETRY_MS_MAX = 5_000
 class ZKLoadRebalanceListener:
     """Keeps one consumer's share of a group's partitions. Not thread-safe: for the loop in which it is started.
 
-    `topics` are the subscribed topics. `storage` keeps the offsets. The caller closes `storage`, `session` and `lease`.
-    The lease is only reported here; the code that delivers messages checks it. Raises ConfigError for a wrong group,
-    consumer id or strategy.
+    `topics` are the subscribed topics, by name or pattern. `storage` keeps the offsets. The caller closes `storage`,
+    `session` and `lease`. The lease is only reported here; the code that delivers messages checks it. Raises
+    ConfigError for a wrong group, consumer id or strategy.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class ZKLoadRebalanceListener:
         self._id = check_consumer(consumer_id)
         self._log = logging.LoggerAdapter(log, {"group": group, "consumer": consumer_id})
         self._topics = tuple(sorted(set(topics)))
+        self._names = [topic for topic in self._topics if not is_pattern(topic)]
         self._strategy = check_strategy(strategy)
         self._handler = handler
         self._lease = lease
@@ -100,7 +101,7 @@ class ZKLoadRebalanceListener:
         self._peers = Peers(session, group, consumer_id, self._topics)
         self._unsettled_since: float | None = time.monotonic()
         self._lack: Lack | None = None
-        self._missing = MissingTopics(f"{consumer_id} of group {group}", self._topics)
+        self._missing = MissingTopics(f"{consumer_id} of group {group}", self._names)
         self._joined_in = 0
         self._written: Member | None = None
         self._signed = 0
@@ -124,7 +125,7 @@ class ZKLoadRebalanceListener:
         After an error nothing is left in ZooKeeper.
         """
         topic_store = TopicStore(self._session)
-        for topic in self._topics:
+        for topic in self._names:
             await topic_store.get(topic)
         try:
             await self._join_patiently()
@@ -345,7 +346,8 @@ class ZKLoadRebalanceListener:
     def _warn_if_idle(self, plan: Plan) -> None:
         """Warns once when the member becomes idle. The numbers may change often, and health() has them."""
         reason = "" if self._holdings else why_idle(self._id, plan)
-        if reason and not self._idle_reason and plan.inputs.topics.keys() & set(self._topics):  # else all are deleted
+        is_known = bool(self._names) and has_no_topic(self._id, plan)  # each was deleted, which was a warning
+        if reason and not self._idle_reason and not is_known:
             hint = hint_for_idle(self._id, plan)
             self._log.warning("group %s: %s has no partition: %s. %s", self._group, self._id, reason, hint)
         self._idle_reason = reason

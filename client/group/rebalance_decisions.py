@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.client.group import strategies
+from metamq.client.subscriptions import selected
 from metamq.words import count
 from metamq.zk.groups.plans import Plan, PlanInputs, TopicInput
 from metamq.zk.partitions import TopicPartition, partition_order
@@ -169,7 +170,7 @@ def plan_inputs(strategy: str, members: Mapping[str, Member], topics: Mapping[st
         for consumer_id, member in sorted(members.items())
         if member.strategy == strategy
     }
-    wanted = {topic for subscribed in taking_part.values() for topic in subscribed}
+    wanted = selected({one for subscribed in taking_part.values() for one in subscribed}, topics)
     return PlanInputs(taking_part, {topic: topics[topic] for topic in sorted(wanted & topics.keys())})
 
 
@@ -180,7 +181,7 @@ def without_growth(before: PlanInputs, now: PlanInputs) -> PlanInputs:
         for member, subscribed in before.members.items()
         if member in now.members
     }
-    wanted = {topic for subscribed in members.values() for topic in subscribed}
+    wanted = selected({one for subscribed in members.values() for one in subscribed}, before.topics)
     topics = {
         topic: given if given.id == now.topics[topic].id else now.topics[topic]
         for topic, given in before.topics.items()
@@ -193,36 +194,45 @@ def next_plan(previous: Plan | None, strategy: str, inputs: PlanInputs) -> Plan:
     """Returns the plan that follows `previous` with these inputs. Raises ConfigError for an unknown strategy."""
     assignment = strategies.plan(
         previous.assignment if previous else {},
-        inputs.members,
+        topics_by_member(inputs),
         {topic: given.partition_names for topic, given in inputs.topics.items()},
         strategy,
     )
     return Plan(previous.generation + 1 if previous else 1, strategy, inputs, assignment)
 
 
+def topics_by_member(inputs: PlanInputs) -> dict[str, frozenset[str]]:
+    """Returns the members of a plan, each with its topics that existed when the plan was made."""
+    existing = inputs.topics.keys()
+    return {member: selected(subscribed, existing) & existing for member, subscribed in inputs.members.items()}
+
+
 def has_no_topic(consumer_id: str, plan: Plan) -> bool:
     """Returns True if none of a member's topics existed when the plan was made."""
-    topics = plan.inputs.members.get(consumer_id)
-    return topics is not None and plan.inputs.topics.keys().isdisjoint(topics)
+    subscribed = plan.inputs.members.get(consumer_id)
+    return subscribed is not None and plan.inputs.topics.keys().isdisjoint(selected(subscribed, plan.inputs.topics))
 
 
 def why_idle(consumer_id: str, plan: Plan) -> str:
     """Returns the reason that the plan gives a member no partition, or "" if it gives some or does not know it."""
-    topics = plan.inputs.members.get(consumer_id)
-    if topics is None or consumer_id in plan.assignment.values():
+    members = topics_by_member(plan.inputs)
+    if consumer_id not in members or consumer_id in plan.assignment.values():
         return ""
-    present = [plan.inputs.topics[topic] for topic in topics if topic in plan.inputs.topics]
+    topics = members[consumer_id]
+    present = [plan.inputs.topics[topic] for topic in topics]
     partitions = sum(sum(topic.partitions.values()) for topic in present)
-    if has_no_topic(consumer_id, plan):
-        return f"none of its topics exists: {', '.join(topics)}"
-    rivals = sum(not set(topics).isdisjoint(subscribed) for subscribed in plan.inputs.members.values())
+    if not topics:
+        return f"none of its topics exists: {', '.join(plan.inputs.members[consumer_id])}"
+    rivals = sum(not topics.isdisjoint(others) for others in members.values())
     share = f"{count(rivals, 'member')} share {count(partitions, 'partition')}"
     return f"{share} of {count(len(present), 'topic')}, by strategy {plan.strategy}"
 
 
 def hint_for_idle(consumer_id: str, plan: Plan) -> str:
     """Returns the step that gives partitions to a member that has none."""
+    if has_no_topic(consumer_id, plan):
+        return "It waits until one is created"
     partitions = {topic: given.partition_names for topic, given in plan.inputs.topics.items()}
-    if strategies.sticky_helps(consumer_id, plan.assignment, plan.inputs.members, partitions):
+    if strategies.sticky_helps(consumer_id, plan.assignment, topics_by_member(plan.inputs), partitions):
         return "Stop all members, then start them with strategy='sticky', which would give it some"
     return "Add partitions, or start no more members than there are partitions"

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
+
+from metamq.client.subscriptions import selected
 
 if TYPE_CHECKING:
     from metamq.zk.groups.members import Member
@@ -32,16 +34,16 @@ def lives(joined: int, written: int, waited_s: float, session_timeout_ms: int) -
     return written > joined or waited_s * 1000 > session_timeout_ms + EXPIRY_MARGIN_MS
 
 
-def sharers(consumer_id: str, topics: Iterable[str], plan: Plan) -> list[str]:
+def sharers(consumer_id: str, topics: Collection[str], plan: Plan) -> list[str]:
     """Returns the other members that have partitions of these topics in the plan, sorted."""
-    wanted = set(topics)
+    wanted = selected(topics, plan.inputs.topics)
     return sorted({owner for tp, owner in plan.assignment.items() if tp.topic in wanted} - {consumer_id})
 
 
 class Peers:
     """The other members of a group from the view of one member."""
 
-    def __init__(self, session: Session, group: str, consumer_id: str, topics: Iterable[str]) -> None:
+    def __init__(self, session: Session, group: str, consumer_id: str, topics: Collection[str]) -> None:
         self._session = session
         self._group = group
         self._id = consumer_id
