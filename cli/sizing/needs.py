@@ -8,8 +8,9 @@ The model, for one broker id, whose master uses one core:
     disk          bytes a second × seconds of retention, and a quarter more
 
 A cluster has as many broker ids as the processor and the partitions need, at half of their limits. Every client has a
-connection to every broker id. ZooKeeper has the nodes of docs/scaling.md, each partition of each group with an owner
-and an offset, and every broker process and client has a session. Every group reads all topics.
+connection to every broker id, so more clients need a higher `connections_max`, not more broker ids. ZooKeeper has the
+nodes of docs/scaling.md, each partition of each group with an owner and an offset, and every broker process and client
+has a session. Every group reads all topics.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
+from metamq.broker.config import BrokerConfig
 from metamq.cli.sizing.measures import MEASURES
 from metamq.zk.groups.plans import PLAN_BYTES_MAX
 from metamq.zk.server.embedded import MEMORY_BYTES
@@ -27,6 +29,8 @@ DISK_RESERVE = 1.25
 PATIENCE_S = 60.0
 """Seconds of all members' processors for one rebalance that an operator accepts: a choice, not a measure."""
 DESCRIPTORS_MIN = 65_536
+CONNECTIONS_MAX = BrokerConfig().connections_max
+"""The default of the setting. It counts clients: slaves have connections of their own."""
 OFFER_FOLDERS, FOLDERS_OF_GROUP, FOLDERS_OF_TOPIC_IN_GROUP, NODES_OF_BROKER = 2, 5, 2, 4
 
 
@@ -78,6 +82,8 @@ class BrokerNeeds:
     cores: float
     partitions: int
     connections: int
+    connections_max: int
+    """The setting: its default, or room for the clients twice."""
     descriptors: int
     memory_bytes: float
     disk_bytes: float
@@ -167,13 +173,15 @@ def _processor_s(load: Workload) -> float:
 
 def _broker(load: Workload, broker_ids: int) -> BrokerNeeds:
     partitions, connections = ceil(load.all_partitions / broker_ids), load.clients + load.replicas - 1
+    connections_max = CONNECTIONS_MAX if load.clients <= CONNECTIONS_MAX else ceil(load.clients / FULL)
     memory_kb = measured("broker_mb") * 1e3 + partitions * measured("partition_kb")
     written = load.bytes_per_s / broker_ids
     return BrokerNeeds(
         cores=_processor_s(load) / broker_ids,
         partitions=partitions,
         connections=connections,
-        descriptors=max(2 * connections, DESCRIPTORS_MIN),
+        connections_max=connections_max,
+        descriptors=max(2 * connections_max, DESCRIPTORS_MIN),  # half of them are for log files
         memory_bytes=1e3 * (memory_kb + connections * measured("connection_kb")),
         disk_bytes=written * load.keep_s * DISK_RESERVE,
         written_bytes_per_s=written,
@@ -211,7 +219,11 @@ def _limits(load: Workload, broker_ids: int, broker: BrokerNeeds, zookeeper: Zoo
     return [
         LimitUse("processor of a broker id, cores", broker.cores, 1, is_hard=True, then="more broker ids"),
         tried("partitions of a broker id", broker.partitions, "partitions_tried", "more broker ids"),
-        tried("connections of a broker id", broker.connections, "connections_tried", "clients that threads share"),
+        LimitUse(
+            "connections of clients, by the default of connections_max", load.clients, CONNECTIONS_MAX, is_hard=True,
+            then=f"connections_max = {broker.connections_max}, or one client for all threads of a process",
+        ),
+        tried("connections of a broker id", broker.connections, "connections_tried", more),
         LimitUse(
             "processor of ZooKeeper, cores", zookeeper.cores, 1, is_hard=True,
             then="a longer commit_interval_ms, or several clusters",

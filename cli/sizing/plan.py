@@ -65,6 +65,9 @@ def plan(output: str, keep: int, commit_interval: int, **given: Any) -> None:
 def _print_first(cluster: SizedCluster, heading: str) -> None:
     first = cluster.first
     print_line(f"{heading}: {first.what}, {_percent(first.share)} used. Remedy: {first.then}.")
+    for one in cluster.limits:
+        if one.is_hard and one.share > 1 and one is not first:
+            print_line(f"  Also passed: {one.what}, {_percent(one.share)} used. Remedy: {one.then}.")
     for one in cluster.untried:
         print_line(f"  Larger than measured: {one.what}, {one.used:,.0f}, measured {one.limit:,.0f}; {one.then}.")
 
@@ -89,6 +92,7 @@ def _needs(cluster: SizedCluster) -> list[tuple[str, str]]:
         ("of a process: sent a second", _size(broker.sent_bytes_per_s)),
         ("of a process: partitions", f"{broker.partitions:,}"),
         ("of a process: connections", f"{broker.connections:,}"),
+        ("of a process: connections_max", f"{broker.connections_max:,}"),
         ("of a process: LimitNOFILE", f"{broker.descriptors:,}"),
         ("ZooKeeper: nodes", f"{zookeeper.nodes:,}"),
         ("ZooKeeper: Java's heap", _size(zookeeper.memory_bytes)),

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metamq.broker.config import BrokerConfig
 from metamq.cli.sizing.measures import MEASURES
 from metamq.cli.sizing.needs import FULL, Workload, sized
 
@@ -83,11 +84,22 @@ def test_sizes_beyond_the_measured_ones_are_named() -> None:
     assert (beyond["members of a group"].used, beyond["members of a group"].limit) == (1000, 200)
 
 
+def test_more_clients_than_connections_max_need_another_setting() -> None:
+    assert sized(LOAD).broker.connections_max == BrokerConfig().connections_max == 10_000
+    many = sized(replace(LOAD, consumers=12_000))
+    (limit,) = [one for one in many.limits if "connections_max" in one.what]
+    assert (limit.used, limit.limit, limit.is_hard) == (12_010, 10_000, True)
+    assert (many.broker.connections_max, many.broker.descriptors) == (24_020, 65_536)
+    assert sized(replace(LOAD, consumers=20_000)).broker.descriptors == 2 * 40_020
+    assert many.broker_ids == sized(LOAD).broker_ids  # each client has a connection to each of them
+
+
 @given(WORKLOADS)
 def test_every_workload_gets_a_cluster_that_is_half_full(load: Workload) -> None:
     cluster = sized(load)
     assert cluster.broker.cores <= FULL + 1e-9
     assert cluster.broker.partitions <= MEASURES["partitions_tried"].value * FULL
+    assert load.clients <= cluster.broker.connections_max
     assert [one.share for one in cluster.limits] == sorted((one.share for one in cluster.limits), reverse=True)
 
 
@@ -97,6 +109,12 @@ def test_more_work_needs_no_less(load: Workload) -> None:
     assert later.broker_ids >= now.broker_ids
     assert later.zookeeper.nodes >= now.zookeeper.nodes
     assert later.zookeeper.cores >= now.zookeeper.cores
+
+
+def test_the_command_names_each_limit_that_is_passed(offline: Callable[..., Any]) -> None:
+    shown = offline(*ARGUMENTS[:-1], 12_000)
+    assert "of a process: connections_max 24,020 " in " ".join(shown.text.split())
+    assert "Also passed: connections of clients, by the default of connections_max, 120% used. Remedy: " in shown.text
 
 
 ARGUMENTS = ("plan", "--topics", 50, "--partitions", 20, "--rate", 20_000, "--size", 1000, "--consumers", 200)
