@@ -12,14 +12,13 @@ METAMQ_ZOOKEEPER is ZooKeeper's address. Needs `pip install . "psycopg[binary]"`
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
 import sys
 
 import psycopg
 
-from metamq import Admin, Consumer, DatabaseOffsets, Producer
+from metamq import Admin, Consumer, DatabaseOffsets, Producer, create_offsets_table
 from metamq.errors import MetamqError, OwnershipLost
 from metamq.tx import Recoverer, create_outcome_table, dbtx
 
@@ -38,7 +37,7 @@ def setup(database: str) -> None:
     with psycopg.connect(database) as connection:
         connection.execute(SCHEMA)
         create_outcome_table(connection)  # in which this database decides its transactions
-    asyncio.run(DatabaseOffsets(lambda: psycopg.connect(database)).create_table())
+        create_offsets_table(connection)  # for the commits of shipments
     with Admin() as admin:
         admin.create_topic(TOPIC, partitions=4, exist_ok=True)
 

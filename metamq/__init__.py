@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from metamq.client.model import ReceiptRange as ReceiptRange
     from metamq.client.offsets.offsets import OffsetStorage as OffsetStorage
     from metamq.client.offsets.offsets_database import DatabaseOffsets as DatabaseOffsets
+    from metamq.client.offsets.offsets_database import create_offsets_table as create_offsets_table
     from metamq.client.offsets.offsets_file import FileOffsets as FileOffsets
     from metamq.client.producer.outgoing import Delivery as Delivery
     from metamq.client.producer.outgoing import ManyDelivery as ManyDelivery
@@ -76,6 +77,7 @@ _HOME = {
     "SecurityConfig": "metamq.security.config",
     "Topic": "metamq.client.schemas.topic",
     "TopicPartition": "metamq.zk.partitions",
+    "create_offsets_table": "metamq.client.offsets.offsets_database",
     "scan": "metamq.client.scan.scan",
 }
 
@@ -108,6 +110,7 @@ __all__ = [
     "TopicPartition",
     "__version__",
     "aio",
+    "create_offsets_table",
     "errors",
     "scan",
     "types",

@@ -7,6 +7,7 @@ from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.handling.current import LogFilter
 from metamq.client.handling.retry_policy import GiveUp, Rollback
 from metamq.client.model import Message, Receipt, ReceiptRange
+from metamq.client.offsets.aio_offsets_table import create_offsets_table
 from metamq.client.offsets.offsets import OffsetStorage
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.client.offsets.offsets_file import FileOffsets
@@ -46,4 +47,5 @@ __all__ = [
     "SecurityConfig",
     "Topic",
     "TopicPartition",
+    "create_offsets_table",
 ]

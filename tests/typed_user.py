@@ -35,6 +35,7 @@ from metamq import (
     TopicPartition,
     __version__,
     aio,
+    create_offsets_table,
     scan,
 )
 from metamq.errors import BufferFull, DeliveryTimeout, MetamqError, OwnershipLost
@@ -175,12 +176,14 @@ async def with_databases(
             await consumer.commit(message, connection=blocking)
     async with aio.Producer() as producer:
         await create_outcome_table(local)
+        await aio.create_offsets_table(results)
         async with dbtx(results, producer) as tx:
             await tx.send("orders", b"1")
 
 
 def with_sqlalchemy(session: orm.Session, scoped: orm.scoped_session[orm.Session], connection: Connection) -> None:
     metamq.tx.create_outcome_table(session)
+    create_offsets_table(session, "offsets_of_shop")
     with Consumer(topics="orders", offsets=DatabaseOffsets(lambda: orm.Session())) as consumer:
         consumer.commit(connection=session)
         consumer.commit(connection=scoped)

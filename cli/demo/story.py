@@ -9,7 +9,6 @@ CSV's. Then a sample of the flights is booked: into a database and a topic, in o
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import signal
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from metamq import DatabaseOffsets
+from metamq import create_offsets_table
 from metamq.cli.command import CliCommand
 from metamq.cli.demo import worker as demo_worker
 from metamq.cli.demo.failover import FailOver
@@ -95,8 +94,8 @@ class Demo:
         self._say(f"topic {TOPIC!r}, {PARTITIONS} partitions: acknowledged when master and slave have it")
         connection = demo_worker.connect(database)
         connection.executescript(demo_worker.SCHEMA)
+        create_offsets_table(connection)
         connection.close()
-        asyncio.run(DatabaseOffsets(lambda: demo_worker.connect(database)).create_table())
 
     def _start_workers(self, running: Cluster, database: str) -> None:
         for number in range(1, WORKERS + 1):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from metamq.client.background import at_once
 from metamq.client.checks import check_callables
-from metamq.client.offsets.connections import AnyConnection, database_of
+from metamq.client.offsets.connections import AnyConnection, BlockingConnection, blocking_database_of, database_of
 from metamq.client.offsets.dbapi import MYSQL, Database, check_paramstyle, check_table
 from metamq.errors import MetamqError, OwnershipLost
 from metamq.zk.groups.ownership import CommittedOffset, Ownership
@@ -33,7 +33,32 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
+DEFAULT_TABLE = "metamq_offsets"
 NOTHING_COMMITTED = -1
+
+
+def create_offsets_table(
+    connection: BlockingConnection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None
+) -> None:
+    """Creates the table of DatabaseOffsets in this database, unless it exists, and commits."""
+    hint = "`await metamq.aio.create_offsets_table(connection)` takes it."
+    at_once(make_table(blocking_database_of(connection, paramstyle, hint), table))
+
+
+async def make_table(database: Database, table: str) -> None:
+    """Creates the table unless it exists. Commits. Raises the database's errors, and ConfigError for a wrong name."""
+    await database.change(
+        f"CREATE TABLE IF NOT EXISTS {check_table(table)} ("
+        "group_name VARCHAR(200) NOT NULL, "
+        "topic VARCHAR(200) NOT NULL, "
+        "partition_name VARCHAR(32) NOT NULL, "
+        "topic_id VARCHAR(16) NOT NULL, "
+        "generation BIGINT NOT NULL, "
+        "next_offset BIGINT NOT NULL, "
+        "epoch BIGINT NOT NULL, "
+        f"PRIMARY KEY (group_name, topic, partition_name)){database.table_options}"
+    )
+    await database.commit()
 
 
 class DatabaseOffsets:
@@ -41,9 +66,9 @@ class DatabaseOffsets:
 
     `connect` is called in a worker thread, once per operation, for connections that metamq commits and closes itself.
     It may be asynchronous: `lambda: asyncpg.connect(dsn)`; then the connection is used in the consumer's loop.
-    `paramstyle` None takes that of the connection's module. Tested with sqlite3, aiosqlite, asyncpg, both kinds of
-    psycopg's connections, PyMySQL, mysqlclient, SQLAlchemy and Django. Several consumers may share one. Raises
-    ConfigError for a wrong table name or paramstyle.
+    `create_offsets_table` makes the table. `paramstyle` None takes that of the connection's module. Tested with
+    sqlite3, aiosqlite, asyncpg, both kinds of psycopg's connections, PyMySQL, mysqlclient, SQLAlchemy and Django.
+    Several consumers may share one. Raises ConfigError for a wrong table name or paramstyle.
     """
 
     in_claim_node = False
@@ -52,7 +77,7 @@ class DatabaseOffsets:
         self,
         connect: Callable[[], AnyConnection | Awaitable[AnyConnection]],
         *,
-        table: str = "metamq_offsets",
+        table: str = DEFAULT_TABLE,
         paramstyle: str | None = None,
     ) -> None:
         check_callables(connect=connect)
@@ -61,22 +86,6 @@ class DatabaseOffsets:
         self._connect = connect
         self._table = check_table(table)
         self._paramstyle = paramstyle
-
-    async def create_table(self) -> None:
-        """Creates the table if it does not exist. Raises MetamqError if the database refuses."""
-        await self._run(
-            lambda database: database.change(
-                f"CREATE TABLE IF NOT EXISTS {self._table} ("
-                "group_name VARCHAR(200) NOT NULL, "
-                "topic VARCHAR(200) NOT NULL, "
-                "partition_name VARCHAR(32) NOT NULL, "
-                "topic_id VARCHAR(16) NOT NULL, "
-                "generation BIGINT NOT NULL, "
-                "next_offset BIGINT NOT NULL, "
-                "epoch BIGINT NOT NULL, "
-                f"PRIMARY KEY (group_name, topic, partition_name)){database.table_options}"
-            )
-        )
 
     async def check(self) -> None:
         """Raises MetamqError if the table cannot be read, for example because it does not exist."""
@@ -235,7 +244,7 @@ class DatabaseOffsets:
             reason = str(error).partition("\n")[0]
             refused = MetamqError(
                 f"the offset table {self._table} could not be used: {type(error).__name__}: {reason}",
-                hint="Check the database. `asyncio.run(DatabaseOffsets(connect).create_table())` creates the table.",
+                hint="Check the database. `metamq.create_offsets_table(connection)` makes the table.",
                 outcome="unknown",
             )
             refused.retriable = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sqlite3
 from collections.abc import Callable, Collection, Iterator
@@ -14,9 +13,10 @@ from kazoo.client import KazooClient
 from prometheus_client.parser import text_string_to_metric_families
 
 import metamq
-from metamq import DatabaseOffsets, TopicPartition
+from metamq import TopicPartition
 from metamq.broker.process import group_lag
 from metamq.testing import BrokerProcess, Cluster
+from tests.database_offsets import offsets_in
 from tests.one_zookeeper import cluster, new_chroot
 from tests.parts import SLOW_S, LocalBroker, http_get, wait_until
 
@@ -75,8 +75,7 @@ def test_the_lag_of_a_group_falls_with_its_commits(running: Cluster) -> None:
 def test_offsets_in_a_database_are_known_by_the_published_progress(running: Cluster, tmp_path: Path) -> None:
     """The owner publishes its progress every few seconds, and a group whose owner has gone keeps the last one."""
     running.create_topic("bills", partitions=1)
-    storage = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "offsets.db", check_same_thread=False))
-    asyncio.run(storage.create_table())
+    storage = offsets_in(lambda: sqlite3.connect(tmp_path / "offsets.db", check_same_thread=False))
     messages, seconds = (f"metamq_group_lag_{what}" for what in ("messages", "seconds"))
     with running.producer() as producer:
         producer.send_many("bills", [b"1"] * 10).result(60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 from itertools import islice
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from metamq import DatabaseOffsets
 from metamq.testing import Cluster
 from tests.cli.conftest import Metamq
+from tests.database_offsets import offsets_in
 
 
 @pytest.fixture
@@ -70,8 +69,7 @@ def test_offsets_in_a_database_are_reset(
 ) -> None:
     metamq("produce", topic, *"abcde")
     file = tmp_path / "totals.db"
-    offsets = DatabaseOffsets(lambda: sqlite3.connect(file), table="places")
-    asyncio.run(offsets.create_table())
+    offsets = offsets_in(lambda: sqlite3.connect(file), table="places")
     with running.consumer(group=topic, topics=[topic], offsets=offsets) as consumer:
         assert len(list(islice(consumer, 3))) == 3
     (tmp_path / "totals.py").write_text(f"import sqlite3\ndef connect():\n    return sqlite3.connect({str(file)!r})\n")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from metamq import Admin, DatabaseOffsets, FileOffsets, TopicPartition, aio
+from metamq import Admin, FileOffsets, TopicPartition, aio
 from metamq.client.admin.admin_model import GroupDescription, GroupPartition
 from metamq.errors import (
     ClosedError,
@@ -35,6 +35,7 @@ from metamq.testing import Cluster
 from metamq.zk.cluster.topics import FlushEvery
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.session.session import Session
+from tests.database_offsets import offsets_in
 from tests.one_zookeeper import cluster
 
 LIMIT_S = 60.0
@@ -557,8 +558,7 @@ def test_a_group_with_its_offsets_in_a_database_tells_how_far_it_is(
     monkeypatch.setattr("metamq.client.consumer.health.PROGRESS_CHECK_S", 0.05)
     admin.create_topic(topic, partitions=1, brokers=[0])
     fill(running, topic, "0-0", 5)
-    offsets = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "offsets.sqlite3", timeout=LIMIT_S))
-    asyncio.run(offsets.create_table())
+    offsets = offsets_in(lambda: sqlite3.connect(tmp_path / "offsets.sqlite3", timeout=LIMIT_S))
     with running.consumer(group=topic, topics=[topic], offsets=offsets) as consumer:
         messages = iter(consumer)
         until(lambda: admin.describe_group(topic).lag == 5)

@@ -30,6 +30,7 @@ from metamq.errors import (
     TopicNotFound,
 )
 from tests.client.idle import LIMIT_S, all_of_aio
+from tests.database_offsets import offsets_in
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -237,8 +238,7 @@ def test_offsets_in_a_transaction(shop: Shop, group: str, tmp_path: Path) -> Non
         return sqlite3.connect(tmp_path / "db")
 
     async def scenario() -> None:
-        offsets = DatabaseOffsets(connect)
-        await offsets.create_table()
+        offsets_in(connect)
         with closing(connect()) as database:
             database.execute("CREATE TABLE seen (value INTEGER)")
             for _ in range(2):

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from metamq import Consumer, DatabaseOffsets, Message, TopicPartition
+from metamq import Consumer, Message, TopicPartition
 from metamq.errors import ClosedError, ConnectError
 from metamq.zk.groups.ownership import read_offset
 from metamq.zk.session.session import Session
 from tests.client.group_judge import Commit, Freeze, Handled, History, judge
+from tests.database_offsets import offsets_in
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -309,7 +310,7 @@ def attacked(shop: Shop, folder: Path, group: str, partitions: int, storage: str
         database = str(folder / "offsets.sqlite3")
         with closing(sqlite3.connect(database)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")  # the watcher reads while a frozen member writes
-        asyncio.run(DatabaseOffsets(lambda: sqlite3.connect(database)).create_table())
+        offsets_in(lambda: sqlite3.connect(database))
     topic = shop.topic(partitions)
     target = Attacked(shop, topic, group, folder, [f"0-{index}" for index in range(partitions)], database)
     try:

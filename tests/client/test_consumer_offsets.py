@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import signal
@@ -12,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from metamq.client.fetch.inbox import PartitionState
 from metamq.client.model import Message
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, OwnershipLost, PartitionNotFound
 from tests.client.idle import all_of
+from tests.database_offsets import offsets_in
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -45,7 +46,7 @@ def connect(tmp_path: Path) -> Connect:
         connection.execute("PRAGMA synchronous=OFF")
         return connection
 
-    asyncio.run(DatabaseOffsets(connect).create_table())
+    offsets_in(connect)
     with closing(connect()) as connection:
         connection.execute("CREATE TABLE seen (value INTEGER, partition TEXT)")
         connection.commit()
@@ -297,12 +298,13 @@ def test_a_missing_table_is_named_at_the_start_and_the_next_step_helps(
     # It used to be tried again and again in the background: an idle consumer ended, and nothing was consumed.
     topic = shop.topic()
     shop.numbers(topic, 3)
-    offsets = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "empty.db"), table="offsets_of_etl")
+    connect = partial(sqlite3.connect, tmp_path / "empty.db")
+    offsets = DatabaseOffsets(connect, table="offsets_of_etl")
     settings: dict[str, Any] = {"offsets": offsets, "broadcast": broadcast}
-    with pytest.raises(MetamqError, match=r"offsets_of_etl could not be used.*no such table.*create_table\(\)"):
+    with pytest.raises(MetamqError, match=r"offsets_of_etl could not be used.*no such table.*create_offsets_table"):
         shop.consumer(topic, group, **settings)
     assert shop.admin.groups().get(group) is None, "it joined"
-    asyncio.run(offsets.create_table())
+    offsets_in(connect, table="offsets_of_etl")
     with shop.consumer(topic, group, **settings) as consumer:
         assert [int(message.value) for message in islice(consumer, 3)] == [0, 1, 2]
     with shop.consumer(topic, group, **settings, idle_timeout_s=0.3) as consumer:  # one storage may serve several

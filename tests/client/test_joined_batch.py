@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from metamq import DatabaseOffsets, TopicPartition, aio
+from metamq import TopicPartition, aio
 from metamq.client.fetch.joined_batch import JoinedBatch, joinable
 from metamq.errors import ConfigError, DecodeError, WrongType
+from tests.database_offsets import offsets_in
 from tests.parts import wait_until
 
 if TYPE_CHECKING:
@@ -120,8 +121,7 @@ def test_results_and_offsets_of_a_joined_batch_are_one_transaction(shop: Shop, g
         return sqlite3.connect(tmp_path / "db", timeout=60)
 
     async def scenario() -> int:
-        offsets, transactions = DatabaseOffsets(connect), 0
-        await offsets.create_table()
+        offsets, transactions = offsets_in(connect), 0
         async with aio.Consumer(
             shop.cluster.zookeeper, topics=topic, group=group, auto_commit=False, offsets=offsets
         ) as consumer:

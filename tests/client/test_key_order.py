@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from metamq import DatabaseOffsets, Message, Rollback, TopicPartition, aio
+from metamq import Message, Rollback, TopicPartition, aio
 from metamq.client.consumer.key_order import SPAN_PER_HANDLER
 from metamq.errors import ConfigError, WrongType
 from tests.client.idle import all_of, run_until
+from tests.database_offsets import offsets_in
 from tests.parts import wait_until
 
 if TYPE_CHECKING:
@@ -325,8 +326,7 @@ def test_an_order_that_does_not_exist(shop: Shop, group: str) -> None:
 
 def test_the_order_of_keys_with_commits_in_a_database_is_refused(shop: Shop, group: str, tmp_path: Path) -> None:
     """Each message would fail, and become a dead letter."""
-    offsets = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "offsets.db"))
-    asyncio.run(offsets.create_table())
+    offsets = offsets_in(lambda: sqlite3.connect(tmp_path / "offsets.db"))
     with (
         shop.consumer(shop.topic(), group, offsets=offsets, auto_commit=False) as consumer,
         pytest.raises(ConfigError, match="cannot be committed in a transaction"),

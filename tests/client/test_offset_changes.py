@@ -23,6 +23,7 @@ from metamq import DatabaseOffsets, FileOffsets, TopicPartition, aio
 from metamq.errors import ConfigError, MetamqError, TopicNotFound, WrongType
 from tests.client import paused_operator
 from tests.client.conftest import Shop
+from tests.database_offsets import offsets_in
 from tests.postgres import new_schema
 
 Operator = Callable[..., "subprocess.Popen[str]"]
@@ -161,7 +162,7 @@ def test_copies_that_cannot_be(shop: Shop, topic: str, group: str, tmp_path: Pat
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A database with the table of the offsets."""
-    asyncio.run(stored_in(tmp_path / "results.db").create_table())
+    offsets_in(lambda: sqlite3.connect(tmp_path / "results.db"))
     return tmp_path / "results.db"
 
 
@@ -224,7 +225,7 @@ def test_a_reset_waits_for_the_open_transaction_of_the_last_owner(
     def connect() -> Any:
         return psycopg.connect(postgres, options=f"-c search_path={schema}", application_name=schema)
 
-    asyncio.run(DatabaseOffsets(connect).create_table())
+    offsets_in(connect)
     work = connect()
     with shop.consumer(topic, group, offsets=DatabaseOffsets(connect), auto_commit=False) as consumer:
         list(islice(consumer, 2))

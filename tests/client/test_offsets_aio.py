@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 import aiosqlite
 import pytest
 
-from metamq import DatabaseOffsets, Message, TopicPartition, aio
+from metamq import DatabaseOffsets, Message, TopicPartition, aio, create_offsets_table
 from metamq.errors import ConfigError, OwnershipLost, WrongType
 from tests.aio_databases import ASYNCIO_DRIVERS, AioDatabase, aio_database
+from tests.database_offsets import aio_offsets_in, offsets_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> AioDatabase:
     """With the table `seen`, which refuses nothing: doubles would show."""
     made = aio_database(request.param, request, tmp_path)
-    asyncio.run(DatabaseOffsets(made.connect).create_table())
+    asyncio.run(aio_offsets_in(made.connect))
     made.execute("CREATE TABLE seen (value INTEGER)")
     return made
 
@@ -184,6 +185,23 @@ def test_the_blocking_consumer_refuses_it_and_says_what_takes_it(shop: Shop, gro
     assert stored_offsets(database) == [1]
 
 
+def test_the_blocking_table_maker_refuses_it_and_says_what_takes_it(database: AioDatabase) -> None:
+    async def scenario() -> None:
+        connection = await database.connect()
+        try:
+            with pytest.raises(ConfigError, match=r"is one for asyncio.*`await metamq\.aio\.create_offsets_table"):
+                create_offsets_table(connection)
+            for name in ("offsets_of_shop", "offsets_of_shop"):  # the second time it is there
+                await aio.create_offsets_table(connection, name)
+            with pytest.raises(ConfigError, match="is not a table name"):
+                await aio.create_offsets_table(connection, "1; DROP")
+        finally:
+            await connection.close()
+
+    asyncio.run(scenario())
+    assert database.one("SELECT count(*) FROM offsets_of_shop") == [0]
+
+
 def test_what_gives_an_awaitable_unasked_is_refused(shop: Shop, group: str, tmp_path: Path) -> None:
     """A wrapper may hide what it wraps: its statements would go nowhere."""
     topic = shop.topic()
@@ -206,8 +224,7 @@ def test_what_gives_an_awaitable_unasked_is_refused(shop: Shop, group: str, tmp_
         rollback = commit
 
     async def scenario() -> None:
-        offsets = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "blocking.db"), paramstyle="qmark")
-        await offsets.create_table()
+        offsets = offsets_in(lambda: sqlite3.connect(tmp_path / "blocking.db"), paramstyle="qmark")
         closed = await aiosqlite.connect(tmp_path / "closed.db")
         await closed.close()
         async with aio.Consumer(

@@ -31,6 +31,7 @@ from metamq.zk.partitions import TopicPartition
 from metamq.zk.session.lease import Lease
 from metamq.zk.session.session import Session
 from tests import mariadb
+from tests.database_offsets import offsets_in
 from tests.postgres import new_schema
 from tests.tx.databases import giving_mappings
 
@@ -57,10 +58,8 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
 
 
 async def storage_on(connect: Connect) -> DatabaseOffsets:
-    storage = DatabaseOffsets(connect)
-    await storage.create_table()
-    await storage.create_table()
-    return storage
+    offsets_in(connect)
+    return offsets_in(connect)  # the table is there already
 
 
 def a_claim(generation: int, consumer_id: str = "one", tp: TopicPartition = TP) -> Ownership:
@@ -253,7 +252,9 @@ def test_many_partitions_are_each_decided_on_their_own(connect: Connect) -> None
 def test_a_missing_table_is_named_and_may_come_later(connect: Connect) -> None:
     async def scenario() -> None:
         storage = DatabaseOffsets(connect, table="offsets_of_etl")
-        with pytest.raises(MetamqError, match=r"offset table offsets_of_etl could not be used.*create_table") as caught:
+        with pytest.raises(
+            MetamqError, match=r"offset table offsets_of_etl could not be used.*create_offsets_table"
+        ) as caught:
             await storage.check()
         assert caught.value.retriable
         with pytest.raises(MetamqError, match="offset table offsets_of_etl could not be used"):
@@ -261,7 +262,7 @@ def test_a_missing_table_is_named_and_may_come_later(connect: Connect) -> None:
         assert caught.value.outcome == "unknown"
         outcome = (await storage.commit([CommitRequest(a_claim(10), 1, 1)]))[TP]
         assert isinstance(outcome, MetamqError)
-        await storage.create_table()
+        offsets_in(connect, table="offsets_of_etl")
         await storage.check()
         assert (await claimed(storage, a_claim(10))).committed is None
 
@@ -288,7 +289,7 @@ def test_the_paramstyle_is_taken_from_the_connections_module_or_given(tmp_path: 
         return Wrapped()
 
     async def scenario() -> None:
-        await DatabaseOffsets(wrapped).create_table()
+        offsets_in(wrapped)
         with pytest.raises(ConfigError, match=r"module of .*Wrapped does not declare its paramstyle"):
             await DatabaseOffsets(wrapped).claimed([a_claim(10)])
         for paramstyle in ("qmark", "named"):
@@ -377,7 +378,7 @@ def test_a_group_hands_its_offsets_on_through_the_database_and_waits_for_it(serv
             await listeners[0].start()
             # No table yet: it is tried again, for as long as it takes.
             await until(lambda: "offset table" in listeners[0].health().last_error)
-            await storage.create_table()
+            offsets_in(connect)
             await consumers[0].has(2)
             await listeners[1].start()
             await consumers[0].has(1)

@@ -17,6 +17,7 @@ from sqlalchemy.pool import NullPool
 
 from metamq import DatabaseOffsets, aio
 from metamq.errors import ConfigError, OwnershipLost
+from tests.database_offsets import aio_offsets_in, offsets_in
 from tests.django_databases import django_database, on_postgres
 from tests.postgres import new_schema
 from tests.sqlalchemy_databases import url
@@ -90,7 +91,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blockin
         server = request.getfixturevalue("postgres")
         made = on_django(on_postgres(server, new_schema(server)))
     with contextmanager(lambda: made)() as opened:
-        asyncio.run(DatabaseOffsets(opened.connect).create_table())
+        offsets_in(opened.connect)
         with opened.transaction():
             opened.execute("CREATE TABLE seen (value INTEGER)")
         yield opened
@@ -145,8 +146,7 @@ def test_an_async_session(shop: Shop, group: str, driver: str, request: pytest.F
 
     async def scenario() -> list[int]:
         engine = create_async_engine(where, connect_args=arguments, poolclass=NullPool)
-        offsets = DatabaseOffsets(engine.connect)
-        await offsets.create_table()
+        offsets = await aio_offsets_in(engine.connect)
         async with (
             AsyncSession(engine) as session,
             aio.Consumer(

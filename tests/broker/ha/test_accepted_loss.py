@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sqlite3
 import threading
@@ -18,6 +17,7 @@ from metamq.client.offsets.offsets import OffsetStorage
 from metamq.errors import OffsetDiverged
 from metamq.zk.partitions import TopicPartition
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, send
+from tests.database_offsets import offsets_in
 from tests.one_zookeeper import cluster
 from tests.parts import read_to_end, until_answered, wait_until
 
@@ -55,9 +55,7 @@ def storages(folder: Path) -> dict[str, Callable[[], OffsetStorage | None]]:
     """A new one each time, by the name of the group that uses it."""
 
     def database() -> DatabaseOffsets:
-        offsets = DatabaseOffsets(lambda: sqlite3.connect(folder / "offsets.db"))
-        asyncio.run(offsets.create_table())
-        return offsets
+        return offsets_in(lambda: sqlite3.connect(folder / "offsets.db"))
 
     return {"zookeeper": lambda: None, "file": lambda: FileOffsets(folder / "offsets.json"), "database": database}
 
