@@ -61,7 +61,8 @@ class Consumer(ConsumerApi[T]):
                  DecodeError, and the message is not done: it is delivered again. run() treats the error like an error
                  of its listener.
     filter:      messages for which `filter(message)` is false are skipped in iteration and in run().
-    auto_commit: True commits what is done every `commit_interval_ms`. With False, you call commit().
+    auto_commit: True commits what is done every `commit_interval_ms`. With False, you call commit(), and run()
+                 commits only what it gave up.
     idle_timeout_s: seconds without a message after which iteration ends, once ZooKeeper and the brokers confirm that
                  no message is left to read. The time for joining and the time of outages do not count. After 30 s of an
                  outage the loop raises ConnectError or Timeout. None waits without limit.

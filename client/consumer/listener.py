@@ -18,11 +18,11 @@ from metamq.client.consumer.retrying import POLL_S, ListenerRun
 from metamq.client.handling.current import handling
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from metamq.client.background import BackgroundLoop
     from metamq.client.consumer.receivers import TaskReceiver, ThreadReceiver
     from metamq.client.fetch.inbox import InFlightBatch
-    from metamq.client.handling.dead_letters import DeadLetters
-    from metamq.client.model import Message
 
 INTERRUPT_PATIENCE_S = 0.1
 
@@ -97,10 +97,8 @@ class ListenerPool(ListenerRun):
                 self._busy -= 1
             self.receiver.release(in_flight, last_done=done)
 
-    async def _give_up(
-        self, letters: DeadLetters, message: Message[Any], value: bytes, error: Exception, attempts: int
-    ) -> None:
-        self.background.run(letters.send(message, value, error, attempts))
+    async def _give_up(self, storing: Coroutine[Any, Any, None]) -> None:
+        self.background.run(storing)
 
     async def _pause(self, in_flight: InFlightBatch, pause_s: float) -> bool:
         while pause_s > 0 and not in_flight.taken_back and not self._stop.wait(min(pause_s, POLL_S)):
@@ -168,10 +166,8 @@ class ListenerTasks(ListenerRun):
         finally:
             self.receiver.release(in_flight, last_done=done)
 
-    async def _give_up(
-        self, letters: DeadLetters, message: Message[Any], value: bytes, error: Exception, attempts: int
-    ) -> None:
-        await letters.send(message, value, error, attempts)
+    async def _give_up(self, storing: Coroutine[Any, Any, None]) -> None:
+        await storing
 
     async def _pause(self, in_flight: InFlightBatch, pause_s: float) -> bool:
         while pause_s > 0 and not in_flight.taken_back:

@@ -17,6 +17,7 @@ from metamq.client.consumer.loop_end import LoopEnd, LoopStep
 if TYPE_CHECKING:
     from metamq.client.background import BackgroundLoop
     from metamq.client.consumer.consumer_core import ConsumerCore
+    from metamq.client.fetch.commits import OffsetCommits
     from metamq.client.fetch.inbox import Inbox, InFlightBatch, OpenWindow
     from metamq.client.handling.handler_figures import HandlerFigures
 
@@ -160,6 +161,11 @@ class ThreadReceiver:
         return self.core.inbox
 
     @property
+    def commits(self) -> OffsetCommits:
+        """The consumer's commits."""
+        return self.core.commits
+
+    @property
     def handlers(self) -> HandlerFigures:
         """The figures of the consumer's handlers."""
         return self.core.handlers
@@ -237,6 +243,11 @@ class TaskReceiver:
     def inbox(self) -> Inbox:
         """The consumer's inbox."""
         return self._core.inbox
+
+    @property
+    def commits(self) -> OffsetCommits:
+        """The consumer's commits."""
+        return self._core.commits
 
     @property
     def handlers(self) -> HandlerFigures:

@@ -11,7 +11,7 @@ import inspect
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -86,10 +86,8 @@ class ListenerRun(ABC):
         self._outage = HandlerOutage()
 
     @abstractmethod
-    async def _give_up(
-        self, letters: DeadLetters, message: Message[Any], value: bytes, error: Exception, attempts: int
-    ) -> None:
-        """Calls `letters.send`."""
+    async def _give_up(self, storing: Coroutine[Any, Any, None]) -> None:
+        """Runs the storing of a dead letter in the consumer's loop."""
 
     @abstractmethod
     async def _pause(self, in_flight: InFlightBatch, pause_s: float) -> bool:
@@ -125,7 +123,7 @@ class ListenerRun(ABC):
     async def _handle_each(self, in_flight: InFlightBatch, times: HandlerTimes) -> bool:
         outcome: object
         failure: Exception | None
-        is_limited, now_s = self.policy.handler_timeout_s is not None, time.monotonic
+        is_limited, now_s, state = self.policy.handler_timeout_s is not None, time.monotonic, in_flight.state
         while True:
             try:
                 for fields in in_flight.iterate():
@@ -145,8 +143,10 @@ class ListenerRun(ABC):
                     if failure is not None:  # outside of `except`: it would be the context of each further error
                         if not await self._try_again(in_flight, message, failure):
                             return False
-                    elif outcome is not None and not self._awaits:
-                        self._check_done(outcome)
+                    else:
+                        if outcome is not None and not self._awaits:
+                            self._check_done(outcome)
+                        state.handled_offset = message.offset + 1
                     if self._is_stopped():
                         break  # the rest of the batch is delivered again, to the next reader
                 return True
@@ -236,8 +236,7 @@ class ListenerRun(ABC):
             if pause_s is None:
                 if self.dead_letters is None:
                     raise error
-                value = in_flight.batch.plain_value(message.offset)
-                await self._give_up(self.dead_letters, message, value, error, failed)
+                await self._give_up(self._store(self.dead_letters, in_flight, message, error, failed))
                 figures.given_up(message.topic)
                 return True
             fields = {"topic": message.topic, "partition": message.partition, "offset": message.offset}
@@ -255,7 +254,15 @@ class ListenerRun(ABC):
             else:
                 if not self._awaits:
                     self._check_done(outcome)
+                in_flight.state.handled_offset = message.offset + 1
                 return True
+
+    async def _store(
+        self, letters: DeadLetters, in_flight: InFlightBatch, message: Message[Any], error: Exception, attempts: int
+    ) -> None:
+        """Stores a dead letter. Without auto_commit its message is committed here."""
+        await letters.send(message, in_flight.batch.plain_value(message.offset), error, attempts)
+        await self.receiver.commits.given_up(in_flight, message.offset)
 
     def _check_done(self, outcome: object) -> None:
         """Ends run() if the listener returned an awaitable: nothing was done, and another attempt would not help."""

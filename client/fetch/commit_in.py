@@ -96,6 +96,27 @@ async def commit_in(storage: DatabaseOffsets, database: Database, one: OffsetWri
     return None
 
 
+async def commit_given_up(storage: DatabaseOffsets, state: PartitionState, request: CommitRequest) -> None:
+    """Commits a message without results, in a transaction of its own.
+
+    It writes nothing if a listener has processed a message that the row does not count, or if the row counts this
+    message already. Raises OwnershipLost if the row belongs to another owner.
+    """
+    seeks, handled = state.seeks, state.handled_offset
+
+    async def commit(database: Database) -> bool:
+        held = await storage._read_in(database, request.claim)
+        counted = _counted(held, request.claim)
+        if handled > max(counted, 0) or counted >= request.offset:
+            return False
+        return await storage._update_in(database, request.with_known(held))
+
+    if await storage._run(commit):
+        state.committed_offset = request.offset
+        if state.seeks == seeks:
+            state.assumed_offset, state.sought_offset = request.offset, None
+
+
 def _guess(state: PartitionState, request: CommitRequest) -> CommittedOffset | None:
     offset = state.assumed_offset if state.assumed_offset is not None else state.committed_offset
     if offset is None:

@@ -10,18 +10,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from metamq.client import telemetry
+from metamq.client.fetch.commit_in import commit_given_up
 from metamq.client.group.assignment import Assignment, not_assigned
 from metamq.client.offsets.offsets import CommitRequest
+from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, MetamqError, OwnershipLost
 
 if TYPE_CHECKING:
     from metamq.client.fetch.consumer_options import ConsumerPlan
-    from metamq.client.fetch.inbox import Inbox
+    from metamq.client.fetch.inbox import Inbox, InFlightBatch
     from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")
 
 COMMIT_PAUSE_S_MAX = 10.0
+DATABASE_PATIENCE_S = 5.0
 
 
 @dataclass(eq=False)
@@ -99,6 +102,39 @@ class OffsetCommits:
                 raise OwnershipLost(*tp, reason=f"another owner, or a seek, came after offset {offset - 1}")
             epoch = state.in_flight.batch.epoch if state.in_flight is not None else state.epoch
         return CommitRequest(state.claim, offset, epoch)
+
+    async def given_up(self, in_flight: InFlightBatch, offset: int) -> None:
+        """Commits a message whose dead letter is stored, if the application commits the others itself.
+
+        It commits nothing beyond a message that a listener has processed and not committed. A failure is no error: the
+        next commit of the partition includes the message.
+        """
+        if self.plan.auto_commit:
+            return
+        storage, state = self.plan.offsets, in_flight.state
+        try:
+            if isinstance(storage, DatabaseOffsets):
+                for request in self._after(in_flight, offset):
+                    async with asyncio.timeout(
+                        DATABASE_PATIENCE_S
+                    ):  # a transaction of the application may lock the row
+                        await commit_given_up(storage, state, request)
+                return
+            refused = await self.commit(lambda: self._after(in_flight, offset, state.committed_offset or 0))
+            for error in refused.values():
+                raise error
+        except (MetamqError, TimeoutError) as error:
+            reason = str(error) or f"the database did not do it within {DATABASE_PATIENCE_S:g} s"
+            log.warning("%s offset %d was given up, and is not committed: %s", state.tp, offset, reason)
+
+    def _after(self, in_flight: InFlightBatch, offset: int, committed: int | None = None) -> list[CommitRequest]:
+        state = in_flight.state
+        with self.inbox.lock:
+            is_current = self.inbox.states.get(state.tp) is state and state.in_flight is in_flight
+            if not is_current or in_flight.first_unfinished is not None or state.claim is None:
+                return []
+        request = CommitRequest(state.claim, offset + 1, in_flight.batch.epoch)
+        return [request] if committed is None or state.handled_offset <= committed <= offset else []
 
     async def commit(self, find_requests: Callable[[], list[CommitRequest]]) -> Mapping[TopicPartition, MetamqError]:
         """Commits. Returns what was refused.

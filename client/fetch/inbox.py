@@ -74,6 +74,8 @@ class PartitionState:
     reached_offset: int = 0
     """No offset that was delivered between the assignment and the last seek is outside of `lowest_offset` to this one.
     Some inside may not have been delivered."""
+    handled_offset: int = 0
+    """The offset after the last message whose listener returned. Set without the lock, by the handler."""
     sought_offset: int | None = None
     """The target of the application's last seek, until the next commit in a transaction of its own."""
     seeks: int = 0
@@ -107,7 +109,7 @@ class PartitionState:
             self.lowest_offset = self.reached_offset = offset
         else:
             self.reached_offset = max(self.reached_offset, self.done_offset(last_done=True))
-            self.lowest_offset = min(self.lowest_offset, offset)
+            self.lowest_offset, self.handled_offset = min(self.lowest_offset, offset), min(self.handled_offset, offset)
         self.next_offset, self.epoch, self.floor_offset = offset, epoch, 0
 
     def epoch_before(self, offset: int) -> int:
