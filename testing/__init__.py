@@ -23,18 +23,45 @@ if TYPE_CHECKING:
     from metamq.testing.broker_process import BrokerProcess as BrokerProcess
     from metamq.testing.clusters import Cluster as Cluster
     from metamq.testing.clusters import cluster as cluster
+    from metamq.testing.messages import Handled as Handled
+    from metamq.testing.messages import aio_handle as aio_handle
+    from metamq.testing.messages import handle as handle
+    from metamq.testing.messages import message as message
     from metamq.testing.plugin import cluster_fixture as cluster_fixture
+    from metamq.testing.workers import WorkerProcess as WorkerProcess
+    from metamq.testing.workers import aio_running as aio_running
+    from metamq.testing.workers import running as running
     from metamq.zk.server.embedded import EmbeddedZooKeeper as EmbeddedZooKeeper
 
 _HOME = {
     "BrokerProcess": "metamq.testing.broker_process",
     "Cluster": "metamq.testing.clusters",
     "EmbeddedZooKeeper": "metamq.zk.server.embedded",
+    "Handled": "metamq.testing.messages",
+    "WorkerProcess": "metamq.testing.workers",
+    "aio_handle": "metamq.testing.messages",
+    "aio_running": "metamq.testing.workers",
     "cluster": "metamq.testing.clusters",
     "cluster_fixture": "metamq.testing.plugin",
+    "handle": "metamq.testing.messages",
+    "message": "metamq.testing.messages",
+    "running": "metamq.testing.workers",
 }
 
-__all__ = ["BrokerProcess", "Cluster", "EmbeddedZooKeeper", "cluster", "cluster_fixture"]
+__all__ = [
+    "BrokerProcess",
+    "Cluster",
+    "EmbeddedZooKeeper",
+    "Handled",
+    "WorkerProcess",
+    "aio_handle",
+    "aio_running",
+    "cluster",
+    "cluster_fixture",
+    "handle",
+    "message",
+    "running",
+]
 
 
 def __getattr__(name: str) -> Any:

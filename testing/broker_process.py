@@ -67,7 +67,7 @@ class BrokerProcess:
         with self.log_path.open("a") as log:
             self._process = self.popen(
                 [*self.command, "--with-parent"],
-                env={**_environment(), **environment},
+                env={**clean_environment(), **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -176,7 +176,7 @@ class BrokerProcess:
         self._process = None
 
 
-def _environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """Returns our environment without settings for other brokers. The root stays: clients of the tests use it, too."""
     others = ("METAMQ_BROKER_", "METAMQ_SECURITY_", "METAMQ_CONFIG", "METAMQ_CONTEXT", "METAMQ_LOG_FORMAT")
     return {name: value for name, value in os.environ.items() if not name.startswith(others)}

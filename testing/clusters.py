@@ -16,7 +16,7 @@ import contextlib
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import metamq
     from metamq import Admin, Consumer, Producer
     from metamq.security.config import SecurityConfig
+    from metamq.testing.workers import WorkerProcess
 
 Party: TypeAlias = "BrokerProcess | Literal['clients', 'zookeeper']"
 """One end of a link. "clients" are all processes that are not brokers of the cluster, this one included."""
@@ -173,6 +174,18 @@ class Cluster:
 
         settings.setdefault("security", self.security)
         return metamq.aio.Consumer(self.zookeeper, **settings)
+
+    def worker(self, arguments: str | Sequence[str]) -> AbstractContextManager[WorkerProcess]:
+        """Runs `metamq worker` for this cluster beside a `with` block, as a process in the present folder.
+
+            with running.worker("billing:bill --group billing --topic orders") as worker: ...
+
+        The block begins when the worker has joined its group. At its end the worker gets SIGTERM, and finishes the
+        messages in progress. Raises MetamqError if it ends with an error, except after its kill(); Timeout.
+        """
+        from metamq.testing.workers import worker
+
+        return worker(self, arguments)
 
     def admin(self) -> Admin:
         """Returns an Admin for this cluster. No cut separates it from ZooKeeper."""

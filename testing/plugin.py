@@ -8,6 +8,7 @@ the tasks.
 | `metamq_cluster` | session | a ZooKeeper and one broker |
 | `metamq_pair` | function | a master and a slave of the session, with a network to cut; repaired after each test |
 | `metamq_topic` | function | the name of a new topic, removed after the test |
+| `metamq_worker` | function | starts `metamq worker` processes, which stop after the test |
 | `metamq_producer`, `metamq_consumer` | function | blocking clients, closed after the test |
 | `metamq_aio_producer`, `metamq_aio_consumer` | function | asyncio clients for pytest-asyncio and anyio |
 
@@ -17,7 +18,8 @@ The fixtures of functions use `metamq_cluster`: a test module that defines its o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     import metamq
     from metamq import Consumer, Producer
     from metamq.testing.clusters import Cluster
+    from metamq.testing.workers import WorkerProcess
 
 PAIR = {"slaves": 1, "network": True, "failover": "auto", "session_timeout_ms": 2000}
 
@@ -74,6 +77,15 @@ def metamq_topic(metamq_cluster: Cluster, request: pytest.FixtureRequest) -> Ite
     with metamq_cluster.admin() as admin:
         if topic in admin.topics():
             admin.delete(topic)
+
+
+@pytest.fixture
+def metamq_worker(metamq_cluster: Cluster) -> Iterator[Callable[[str | Sequence[str]], WorkerProcess]]:
+    """A function that starts `metamq worker` with these arguments, and waits until it has joined its group. Its workers
+    stop after the test: they finish the messages in progress, and an error of one fails the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda arguments: stack.enter_context(metamq_cluster.worker(arguments))
+        metamq_cluster.repair()
 
 
 @pytest.fixture

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from metamq.broker.process.parent import follow_parent
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
 from metamq.cli.json_log import log_as_json
@@ -125,8 +127,17 @@ TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else chec
     show_default=True,
     help="Log lines as text, or each as a JSON object.",
 )
+@click.option("--with-parent", is_flag=True, hidden=True)
 @TEXT_OR_JSON
-def worker(handler: str, output: str, log_format: str, http_port: int, http_host: str, **options: Any) -> int:
+def worker(
+    handler: str,
+    output: str,
+    log_format: str,
+    http_port: int,
+    http_host: str,
+    with_parent: bool,
+    **options: Any,
+) -> int:
     """Call a function of yours with each message of topics, as a member of a group.
 
     MODULE:FUNCTION is a function in a module of this folder or of PYTHONPATH. A plain function runs in threads, an
@@ -151,6 +162,8 @@ def worker(handler: str, output: str, log_format: str, http_port: int, http_host
         contextlib.suppress(Stopped),
         _serving(http_host, http_port) as (pages, port),
     ):
+        if with_parent:
+            follow_parent(sys.stdin.fileno())
         work = _worker(handler, options, signals, pages, partial(_say_ready, output, handler, options, port))
         try:
             work()

@@ -136,7 +136,7 @@ def test_the_tests_of_the_page_pass(files: Path) -> None:
         [sys.executable, *PYTEST, "."], cwd=files, env=environment, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " 3 passed" in done.stdout
+    assert " 4 passed" in done.stdout
 
 
 def test_sigterm_under_load_loses_no_order_and_bills_none_twice(

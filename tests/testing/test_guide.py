@@ -58,7 +58,7 @@ def test_the_tests_of_the_guide_pass(workers: str, tmp_path: Path) -> None:
         timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " 10 passed" in done.stdout
+    assert " 14 passed" in done.stdout
     wait_until(lambda: is_empty(tmp_path / "tmp"), what="the end of the folders")
 
 
