@@ -115,9 +115,7 @@ class OffsetCommits:
         try:
             if isinstance(storage, DatabaseOffsets):
                 for request in self._after(in_flight, offset):
-                    async with asyncio.timeout(
-                        DATABASE_PATIENCE_S
-                    ):  # a transaction of the application may lock the row
+                    async with asyncio.timeout(DATABASE_PATIENCE_S):  # the application may have locked the row
                         await commit_given_up(storage, state, request)
                 return
             refused = await self.commit(lambda: self._after(in_flight, offset, state.committed_offset or 0))
