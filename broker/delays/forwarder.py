@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from metamq.broker.delays.holds import Holds
 from metamq.broker.delays.levels import LEVELS, level_of, retention_ms
 from metamq.broker.delays.moved_node import MovedNode, gtrid_prefix, log_name
-from metamq.broker.delays.waiting import TOPIC, WaitingLog, WaitingMessage
+from metamq.broker.delays.waiting import TOPIC, TOPIC_ID, WaitingLog, WaitingMessage
 from metamq.broker.log_once import LogOnce
 from metamq.broker.roles.role import MasterRole
 from metamq.client.admin.admin_model import TopicSettings
@@ -218,6 +218,8 @@ class DelayForwarder:
         self._holds.try_next(time.monotonic(), {one.topic for one in chunk if _is_due(one)})
         sends = defaultdict[str, list[CheckedMessage]](list)
         finals = set[str]()
+        if any(one.topic_id is None for one in chunk):
+            await self._session.sync()  # the ids are those of the topics that there are now, or later ones
         for message in sorted(chunk, key=lambda one: one.due_us):
             topic, sent = await self._route(message)
             if topic:
@@ -258,6 +260,8 @@ class DelayForwarder:
         left_us = left_us or max(1, due_us - now_us())  # its topic is held, or a clock differs
         topic = await self._level(level_of(left_us))
         headers = {**message.headers, DUE: b"%d" % due_us, LEFT: b"%d" % left_us, TOPIC: message.topic.encode()}
+        if topic_id := message.topic_id if message.topic_id is not None else await self._topic_id(message.topic):
+            headers[TOPIC_ID] = topic_id.encode()
         if message.partition is not None:
             headers[PARTITION] = message.partition.encode()
         sent = CheckedMessage(message.value, message.key, headers)
@@ -266,12 +270,25 @@ class DelayForwarder:
             return "", sent
         return topic, sent
 
+    async def _topic_id(self, topic: str) -> str:
+        """Returns the id of the topic; "" if there is none. Raises MetamqError."""
+        try:
+            return (await self._cluster.topic(topic)).id
+        except (TopicNotFound, ConfigError, CorruptData):
+            return ""
+
     async def _final(self, message: WaitingMessage) -> tuple[str, CheckedMessage]:
         sent = CheckedMessage(message.value, message.key, message.headers or None, message.partition)
         try:
             config = await self._cluster.topic(message.topic)
+            if message.topic_id not in (None, "", config.id):
+                await self._session.sync()  # the id may be newer than this broker's view of the topic
+                config = await self._cluster.topic(message.topic)
         except TopicNotFound as error:
             self._refuse(str(error))
+            return "", sent
+        if message.topic_id not in (None, "", config.id):
+            self._refuse(f"it was sent to an earlier topic {message.topic!r}, which was deleted")
             return "", sent
         if sent.partition is not None and sent.partition not in config.partition_names:
             sent = sent._replace(partition=None)

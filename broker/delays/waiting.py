@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 TOPIC = "metamq-topic"
 """The header with a message's topic, at a level."""
+TOPIC_ID = "metamq-topic-id"
+"""The header with the id of that topic, at a level: a new topic of its name does not get the message. A message of a
+former version has none."""
 READ_BYTES = 256 * 1024
 _DIGITS = 17
 
@@ -39,6 +42,8 @@ class WaitingMessage(NamedTuple):
     left_us: int
     """Microseconds of its delay for which it waits at further levels."""
     topic: str
+    topic_id: str | None
+    """None in a topic that takes messages; "" if it is not known."""
     partition: str | None
     """The partition that its producer named."""
     key: bytes | None
@@ -125,8 +130,8 @@ class WaitingLog:
     def _waiting_message(self, message: Message[bytes], put_us: int) -> WaitingMessage | None:
         """Returns the message; None, after a call of `refused`, if its headers are wrong: a client may send any."""
         headers = dict(message.headers)
-        due, left, topic, partition = (
-            headers.pop(name, b"").decode(errors="replace") for name in (DUE, LEFT, TOPIC, PARTITION)
+        due, left, topic, topic_id, partition = (
+            headers.pop(name, b"").decode(errors="replace") for name in (DUE, LEFT, TOPIC, TOPIC_ID, PARTITION)
         )
         if self.level is None:
             topic = message.topic.removesuffix(DELAYED_SUFFIX)
@@ -139,8 +144,9 @@ class WaitingLog:
             left_us = left_after_us(self.level, left_us)
             leaves_us = ready_us(self.level, put_us, due_us, left_us)
         return WaitingMessage(
-            message.offset, leaves_us, due_us, left_us, topic, partition or None, message.key, message.value, headers
-        )
+            message.offset, leaves_us, due_us, left_us, topic, None if self.level is None else topic_id,
+            partition or None, message.key, message.value, headers,
+        )  # fmt: skip
 
 
 def _is_number(text: str) -> bool:

@@ -27,7 +27,8 @@ from metamq.cli.show.topic_view import (
 )
 from metamq.client.admin.admin_core import WAIT_S
 from metamq.client.delayed import holds_delayed
-from metamq.errors import ConfigError, CorruptData
+from metamq.errors import ConfigError, CorruptData, MetamqError
+from metamq.security.rights import DELAYED_SUFFIX
 
 if TYPE_CHECKING:
     from metamq import Admin
@@ -326,6 +327,15 @@ def _is_less(after: int | None, before: int | None) -> bool:
     return after is not None and (before is None or after < before)
 
 
+def _waiting(admin: Admin) -> str:
+    """Returns a sentence with the number of delayed messages at all brokers."""
+    try:
+        waiting = sum(admin.statistics(broker_id).delayed for broker_id in admin.brokers())
+    except MetamqError as error:
+        return f"How many wait is unknown: {error.problem}."
+    return f"{count(waiting, 'delayed message')} of all topics {'waits' if waiting == 1 else 'wait'} now."
+
+
 @topic.command()
 @click.argument("names", type=units.EXISTING_TOPIC, nargs=-1, required=True)
 @_WAIT
@@ -341,7 +351,7 @@ def delete(names: tuple[str, ...], wait_ms: int, yes: bool, output: str) -> None
     """
     names = matching_topics(names)
     with current().admin() as admin:
-        plan = []
+        plan, existing = [], set(admin.topics())
         readers = admin.groups().values()
         for name in names:
             try:
@@ -349,6 +359,8 @@ def delete(names: tuple[str, ...], wait_ms: int, yes: bool, output: str) -> None
             except (CorruptData, ConfigError) as error:
                 plan.append(f"Delete topic {name}: {error.problem}.")
             plan += [f"  Group {group.group} reads it." for group in readers if name in group.topics]
+            if f"{name}{DELAYED_SUFFIX}" in existing:
+                plan.append(f"  Delayed messages for it are dropped when they are due. {_waiting(admin)}")
         confirm(plan, yes=yes)
         deleted = []
         for name in names:

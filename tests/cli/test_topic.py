@@ -110,7 +110,9 @@ def test_a_table_lines_up(metamq: Metamq, topic: str) -> None:
     assert not any(line.endswith(" ") for line in lines)
 
 
-def test_what_loses_messages_is_shown_first_and_wants_yes(metamq: Metamq, topic: str) -> None:
+def test_what_loses_messages_is_shown_first_and_wants_yes(
+    metamq: Metamq, topic: str, until: Callable[..., None]
+) -> None:
     metamq("produce", topic, "a", "b")
     metamq("consume", topic, "-g", "readers", "-e")
     shown = metamq("topic", "delete", topic)
@@ -120,6 +122,12 @@ def test_what_loses_messages_is_shown_first_and_wants_yes(metamq: Metamq, topic:
         "  Group readers reads it.",
         "Nothing was done. Give --yes to do it.",
     ]
+    metamq("produce", topic, "--delay", "1d", "later")
+    until(lambda: metamq("delayed", "-o", "json").json[0]["waiting"] == 1)
+    plan = metamq("topic", "delete", topic).talk.splitlines()
+    assert (
+        plan[2] == "  Delayed messages for it are dropped when they are due. 1 delayed message of all topics waits now."
+    )
     shown = metamq("topic", "alter", topic, "--retention", "1h")
     assert shown.status == 1
     assert f"Topic {topic}: retention_ms from 7d to 1h, messages past it will be removed." in shown.talk

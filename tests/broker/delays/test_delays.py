@@ -8,20 +8,24 @@ import sqlite3
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from metamq import Topic
+from metamq import Admin, Consumer, Producer, Topic
+from metamq.broker.delays.forwarder import DelayForwarder
 from metamq.client.delayed import DELAY_MAX_S, delayed_topic
 from metamq.client.producer.partitioner import by_key_hash
 from metamq.errors import ConfigError, TopicNotFound, WrongType
 from metamq.testing import Cluster
 from metamq.tx import create_outcome_table, dbtx
 from metamq.tx.aio import dbtx as aio_dbtx
+from metamq.zk.cluster.delays import read_moved
+from metamq.zk.session.session import Session
 from tests.broker.delays.delayed_history import check, check_order, delayed, read_all, send_delayed, send_in_order
-from tests.one_zookeeper import cluster
-from tests.parts import wait_until
+from tests.one_zookeeper import cluster, new_chroot
+from tests.parts import LocalBroker, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +196,48 @@ def test_a_deleted_topic_and_a_message_without_a_time_hold_nothing_up(running: C
         admin.delete(f"{topic}-2")
     assert [one.value for one in read_all(running, topic, 1)] == [b"kept"]
     assert delayed(running)["refused"] == before["refused"] + 3
+
+
+def test_a_new_topic_of_the_name_gets_no_messages_of_the_deleted_one(running: Cluster, topic: str) -> None:
+    before = delayed(running)["refused"]
+    with running.producer() as producer, running.admin() as admin:
+        for number in range(4):
+            producer.send(topic, b"lost", partition=f"{number % 2}-{number // 2}", delay_s=1.5).result()
+        inbox = admin.describe_topic(delayed_topic(topic)).config.id
+        wait_until(lambda: moved(running, inbox) == 4, what="the move to the levels")
+        admin.delete(topic)
+        admin.create_topic(topic, partitions=4)
+        producer.send(topic, b"kept", delay_s=1.6).result()
+    assert [one.value for one in read_all(running, topic, 1)] == [b"kept"]
+    assert delayed(running)["refused"] == before + 4
+
+
+def moved(running: Cluster, topic_id: str) -> int:
+    """The messages that left the topic with this id, at both brokers."""
+
+    async def read() -> int:
+        async with await Session.open(running.zookeeper) as session:
+            nodes = [await read_moved(session, broker_id) for broker_id in (0, 1)]
+        return sum(at for node in nodes for name, (at, _) in node.offsets.items() if name.startswith(f"{topic_id}/"))
+
+    return asyncio.run(read())
+
+
+def test_a_message_of_a_former_version_has_no_id_and_is_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker runs in this process, and notes no ids, as a former version did."""
+
+    async def no_id(self: DelayForwarder, topic: str) -> str:
+        return ""
+
+    monkeypatch.setattr(DelayForwarder, "_topic_id", no_id)
+    with LocalBroker(new_chroot(), tmp_path / "broker") as local, Producer(local.broker._access.zookeeper) as producer:
+        with Admin(local.broker._access.zookeeper) as admin:
+            admin.create_topic("t", partitions=1)
+            producer.send("t", b"1", delay_s=0.5).result()
+        with Consumer(local.broker._access.zookeeper, topics="t") as consumer:
+            assert next(iter(consumer)).value == b"1"
 
 
 def test_a_topic_that_takes_nothing_holds_up_only_its_own_messages(running: Cluster, topic: str) -> None:
