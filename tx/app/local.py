@@ -68,9 +68,9 @@ class LocalWork(GlobalTransaction):
         except BranchNotKnown as error:  # its broker was restarted, or another one is the master
             raise RolledBack(self.xid, XACode.RBTRANSIENT, error.reason) from error
 
-    async def rollback(self) -> list[MetamqError]:
+    async def rollback(self, within_s: float | None = None) -> list[MetamqError]:
         """See GlobalTransaction.rollback(). Does nothing while the decision is in doubt: the brokers find it later."""
-        return [] if self.in_doubt else await super().rollback()
+        return [] if self.in_doubt else await super().rollback(within_s)
 
     async def _commit_at_several(self, brokers: list[int]) -> None:
         begun = [broker_id for broker_id in brokers if broker_id in self.branches]

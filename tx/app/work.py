@@ -22,6 +22,7 @@ from metamq.errors import (
     MetamqError,
     OutcomeUnknown,
     RolledBack,
+    Timeout,
     TransactionError,
 )
 from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
@@ -191,9 +192,20 @@ class GlobalTransaction:
         """Commits the prepared branches; returns the errors: failed branches stay prepared, for a recoverer."""
         return await self._each(self.prepared.values(), self._commit_one)
 
-    async def rollback(self) -> list[MetamqError]:
-        """Rolls back all branches; returns the errors. Brokers drop unprepared branches later."""
-        return await self._each(self.branches.values(), self._rollback_one)
+    async def rollback(self, within_s: float | None = None) -> list[MetamqError]:
+        """Rolls back all branches, in `within_s` seconds at most; returns the errors. Brokers drop unprepared branches
+        later."""
+
+        async def roll_back(branch: Branch) -> None:
+            try:
+                async with asyncio.timeout(within_s) as limit:
+                    await self._rollback_one(branch)
+            except TimeoutError as error:
+                if within_s is None or not limit.expired():
+                    raise
+                raise Timeout(f"the rollback at broker {branch.broker_id}", within_s) from error
+
+        return await self._each(self.branches.values(), roll_back)
 
     async def _commit_one(self, branch: Branch) -> None:
         try:

@@ -15,8 +15,10 @@ The steps are written once, in `DatabaseBlock`. Its APIs are `dbtx` here and in 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -28,11 +30,10 @@ from metamq.client import telemetry
 from metamq.client.background import at_once
 from metamq.client.checks import wrong_type
 from metamq.client.delayed import delayed
-from metamq.client.net.branches import ANSWER_S
 from metamq.client.offsets.connections import BlockingConnection, blocking_database_of
 from metamq.client.producer.producer import BaseProducer
 from metamq.client.schemas.topic import Topic
-from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError
+from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError, RolledBack
 from metamq.tx.app.staging import Staging
 from metamq.tx.app.transactional import TransactionalProducer
 from metamq.tx.app.transactions import routes_of
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("metamq.tx")
 
+ROLLBACK_S_MIN = 0.5
+"""Seconds for the brokers' answers to a rollback, after the producer's time limit."""
 _ENDED = "the connection was committed or rolled back in the block"
 _ENDED_HINT = (
     "Rows that this committed are in the database: check them. Only the block may commit or roll back: no commit() or "
@@ -103,9 +106,10 @@ class DatabaseBlock(ABC):
         _last[id(self._driver)] = self
         core = producer._core
         self._staging = Staging(routes_of(core))
+        self._answer_s = min(core.options.request_timeout_s, core.options.delivery_timeout_s)
         self._work = GlobalTransaction(
             core.cluster, self._staging, identity + secrets.token_bytes(16), branch_timeout_s=self._timeout_s,
-            answer_s=ANSWER_S, note_answer=core.note_answer,
+            answer_s=self._answer_s, note_answer=core.note_answer,
         )  # fmt: skip
         core.blocks.begin(self._staging)
         if isinstance(producer, TransactionalProducer):
@@ -125,6 +129,7 @@ class DatabaseBlock(ABC):
             return
         work, self._work = self._work, None
         assert work is not None
+        self._deadline_s = time.monotonic() + self._producer._core.options.delivery_timeout_s
         if isinstance(self._producer, TransactionalProducer):
             self._producer._leave_block(self)
         if error is not None:
@@ -152,7 +157,7 @@ class DatabaseBlock(ABC):
             if work.is_empty:
                 await self._outcomes.check(self._database, self._mark)
             else:
-                await self._at_brokers(work.prepare())
+                await self._at_brokers(self._prepare(work))
                 await self._outcomes.commit(self._database, work.gtrid, self._mark)
         except TransactionEnded:
             await self._roll_back(work)
@@ -168,6 +173,18 @@ class DatabaseBlock(ABC):
             raise
         if not work.is_empty:
             await self._commit_messages(work)
+
+    async def _prepare(self, work: GlobalTransaction) -> None:
+        """Prepares the messages within the producer's `delivery_timeout_s`, connections included."""
+        limit_s = self._producer._core.options.delivery_timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await work.prepare()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            reason = f"its messages were not prepared within the producer's delivery_timeout_s, {limit_s:g} s"
+            raise RolledBack(work.name, XACode.RBTIMEOUT, reason) from None
 
     async def _warn_if_ended(self) -> None:
         """Warns if the connection was committed in the block: the block raises, and those rows stay."""
@@ -185,7 +202,8 @@ class DatabaseBlock(ABC):
         except Exception as error:  # the connection is gone, and its transaction with it
             log.warning("the database's transaction could not be rolled back: %s", error)
         try:
-            failures = await self._at_brokers(work.rollback())
+            left_s = min(self._deadline_s - time.monotonic(), self._answer_s)
+            failures = await self._at_brokers(work.rollback(max(left_s, ROLLBACK_S_MIN)))
         except MetamqError as error:
             failures = [error]
         for failure in failures:
@@ -228,8 +246,9 @@ class dbtx(DatabaseBlock):
                  Django's connection. Leaving the block commits its transaction, or rolls it back: do neither inside.
                  With sqlite3 the transaction also begins with the block. With Django the block is an atomic(), and is
                  refused inside of another one.
-    producer:    a blocking Producer; its settings also apply to these messages. Its own `send` would send outside the
-                 block, and is refused inside.
+    producer:    a blocking Producer; its settings also apply to these messages. A broker's answer is awaited for
+                 `request_timeout_s`, and the preparation takes `delivery_timeout_s` at most. Its own `send` would send
+                 outside the block, and is refused inside.
     table:       the outcome table, made once with `create_outcome_table(connection)`.
     timeout_s:   seconds after which a broker rolls back unprepared messages; 0 is the broker's own limit (30 s).
 
