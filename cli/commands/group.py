@@ -41,6 +41,11 @@ if TYPE_CHECKING:
         TopicDescription,
     )
 
+_DATABASE = click.option(
+    "--database", "connect", type=Parsed("database", parse_database), metavar="DATABASE",
+    help=f"{HELP} For a group that keeps its offsets there.",
+)  # fmt: skip
+_TABLE = click.option("--table", metavar="NAME", help="The table of the offsets there.  [metamq_offsets]")
 RESET_HEADINGS = ("PARTITION", "BEFORE", "AFTER")
 
 
@@ -75,8 +80,10 @@ def list_groups(output: str) -> None:
 
 @group.command()
 @click.argument("names", type=EXISTING_GROUP, nargs=-1, required=True)
+@_DATABASE
+@_TABLE
 @TABLE_OR_JSON
-def describe(names: tuple[str, ...], output: str) -> None:
+def describe(names: tuple[str, ...], connect: Any, table: str | None, output: str) -> None:
     """Show committed offsets, lag and owners of a group's partitions, and its members.
 
     PROGRESS is the time since a member last reported progress. Members report it every 10 s; a minute or more means
@@ -85,9 +92,11 @@ def describe(names: tuple[str, ...], output: str) -> None:
     \b
     metamq group describe etl
     metamq group describe etl -o json | jq '.[0].partitions | map(.lag) | add'
+    metamq group describe totals --database sqlite:///shop.db
     """
+    storage = _storage(connect, table)
     with current().admin() as admin:
-        found = [admin.describe_group(name) for name in names]
+        found = [admin.describe_group(name, storage) for name in names]
     if output == "json":
         print_json([_description_json(one) for one in found])
         return
@@ -128,8 +137,10 @@ def _print_description(one: GroupDescription) -> None:
             ],
         )
     for keeper, names in _grouped(one, lambda part: part.kept_by).items():
-        words = f"Offsets are kept by {keeper}, not in ZooKeeper (*: published by the owner): {listed(names)}"
-        print_line(words)
+        star = " (*: what its owner has processed)" if any(part.progress is not None for part in one.partitions) else ""
+        print_line(f"Offsets are kept by {keeper}, not in ZooKeeper{star}: {listed(names)}")
+        if star and keeper == "DatabaseOffsets":
+            print_line("The database may have lower offsets: --database reads them.")
     for problem, names in _grouped(one, lambda part: part.problem).items():
         print_line(f"The end of {listed(names)} is unknown: {problem}")
     if one.members:
@@ -214,11 +225,8 @@ def _parse_partition_offset(text: str) -> tuple[str, int]:
     "--partition", "offsets", type=Parsed("offset", _parse_partition_offset), multiple=True, metavar="0-3=1200",
     help="An offset for one partition; repeatable. The others stay as they are.",
 )  # fmt: skip
-@click.option(
-    "--database", "connect", type=Parsed("database", parse_database), metavar="DATABASE",
-    help=f"{HELP} For a group that keeps its offsets there.",
-)  # fmt: skip
-@click.option("--table", metavar="NAME", help="The table of the offsets there.  [metamq_offsets]")
+@_DATABASE
+@_TABLE
 @click.option("--dry-run", is_flag=True, help="Only print the plan; ends with status 0.")
 @YES
 @TABLE_OR_JSON
@@ -251,10 +259,8 @@ def reset(
     """
     if [place is not None, shift_by is not None, bool(offsets)].count(True) != 1:
         raise click.UsageError("give either --to, --shift-by or --partition, for the group's new offsets")
-    if table is not None and connect is None:
-        raise click.UsageError("--table needs --database")
+    storage = _storage(connect, table)
     with current().admin() as admin:
-        storage = _storage(connect, table) if connect is not None else None
         if shift_by is not None:
             to: ResetTo = _shifted(admin, name, topic, shift_by, storage)
         elif isinstance(place, int) and place < 0:
@@ -274,9 +280,14 @@ def reset(
         say(f"{count(len(resets), 'offset')} set.")
 
 
-def _storage(connect: Any, table: str | None) -> DatabaseOffsets:
+def _storage(connect: Any, table: str | None) -> DatabaseOffsets | None:
+    """Returns the storage in the database of --database and --table, or None."""
     from metamq import DatabaseOffsets
 
+    if connect is None:
+        if table is not None:
+            raise click.UsageError("--table needs --database")
+        return None
     return DatabaseOffsets(connect) if table is None else DatabaseOffsets(connect, table=table)
 
 

@@ -221,12 +221,14 @@ class Admin:
         """Returns every consumer group by name, in alphabetical order, with and without members."""
         return self._call(admin_groups.all_groups)
 
-    def describe_group(self, group: str) -> GroupDescription:
+    def describe_group(self, group: str, offsets: DatabaseOffsets | None = None) -> GroupDescription:
         """Returns a group's members, and its committed offset, lag and owner in each partition.
 
-        Raises ConfigError for a group that does not exist.
+        `offsets`: the storage of a group that keeps its offsets in a database; without it they are unknown, and the
+        lag is that of the progress that each owner reports. Raises ConfigError for a group that does not exist, or that
+        keeps its offsets elsewhere; and MetamqError if the database refuses.
         """
-        return self._call(admin_groups.describe_group, group)
+        return self._call(admin_groups.describe_group, group, offsets)
 
     def explain_group(self, group: str) -> GroupExplanation:
         """Explains a group's plan, and the partitions that are not as planned. Raises ConfigError as describe_group."""

@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from metamq.zk.groups.members import Member
     from metamq.zk.session.session import Session
 
+Records = dict[TopicPartition, OffsetRecord | None]
+
 
 async def check_exists(session: Session, group: str) -> None:
     """Raises ConfigError, with similar names, unless the group has a folder in ZooKeeper."""
@@ -112,16 +114,14 @@ async def _summary(session: Session, group: str, existing: Collection[str]) -> G
     return GroupSummary(group, tuple(present), tuple(sorted(topics)), strategy, await _owner(session, group))
 
 
-async def _records(
-    session: Session, group: str, topics: Collection[str], limit: int | None = None
-) -> dict[TopicPartition, OffsetRecord | None]:
+async def _records(session: Session, group: str, topics: Collection[str], limit: int | None = None) -> Records:
     """Reads the offset nodes of these topics: all, or so many of each topic."""
     names = await asyncio.gather(*(children(session, session.paths.offsets(group, topic)) for topic in topics))
     tps = [TopicPartition(topic, name) for topic, found in zip(topics, names, strict=True) for name in found[:limit]]
     return await _offsets(session, group, tps)
 
 
-def _cleared_topics(records: Mapping[TopicPartition, OffsetRecord | None]) -> set[str]:
+def _cleared_topics(records: Records) -> set[str]:
     """Returns the topics of which each offset was cleared: they were deleted."""
     kept = {tp.topic for tp, record in records.items() if record is None or not record.is_cleared}
     return {tp.topic for tp in records} - kept
@@ -140,8 +140,10 @@ def _strategy(present: Mapping[str, Member], plan: Plan | None) -> str | None:
     return min((member.strategy for member in present.values()), default=None)
 
 
-async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription:
-    """Returns members and partitions of a group. Raises ConfigError for an unknown group, ConnectionLost."""
+async def describe_group(
+    cluster: ClusterClient, group: str, offsets: DatabaseOffsets | None = None
+) -> GroupDescription:
+    """Returns members and partitions of a group. See Admin.describe_group."""
     session = cluster.session
     await check_exists(session, group)
     present = await _members(session, group)
@@ -150,6 +152,7 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
     read = _read_by(present, await cluster.topics.names()) | {tp.topic for tp in owners}
     kept = await children(session, session.paths.offset_topics(group))
     records = await _records(session, group, kept)
+    in_database = {} if offsets is None else await _read_database(offsets, group, records)
     topics = read.union(kept) - (_cleared_topics(records) - read)
     configs, problems = await read_configs(cluster, topics)
     configured = {tp: (config.id, LATEST) for config in configs.values() for tp in config.topic_partitions}
@@ -161,7 +164,7 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
             tp,
             configs.get(tp.topic),
             problems[tp.topic].problem if tp.topic in problems else "",
-            records.get(tp),
+            in_database.get(tp, records.get(tp)),
             found.get(tp),
             owners.get(tp),
             present.get(owners.get(tp, "")),
@@ -178,9 +181,15 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
     )
 
 
-async def _offsets(
-    session: Session, group: str, tps: Collection[TopicPartition]
-) -> dict[TopicPartition, OffsetRecord | None]:
+async def _read_database(offsets: DatabaseOffsets, group: str, records: Records) -> Records:
+    """Returns the records with the offsets of the database. Raises ConfigError if the group keeps some elsewhere."""
+    for tp, record in records.items():
+        _check_storage(group, tp.topic, record, type(offsets).__name__)
+    found = await offsets.read(group, list(records))
+    return {tp: replace(one, committed=found[tp], published=None) for tp, one in records.items() if one is not None}
+
+
+async def _offsets(session: Session, group: str, tps: Collection[TopicPartition]) -> Records:
     found = await read_offsets(session, [(group, tp) for tp in tps], "it counts as not committed")
     return dict(zip(tps, found, strict=True))
 
@@ -200,7 +209,7 @@ def _partition(
 ) -> GroupPartition:
     """Returns the description of one partition, with its problem."""
     kept_by = record.kept_by if record is not None else ""
-    committed = record.committed if record is not None and not kept_by else None
+    committed = record.committed if record is not None else None
     published = record.published if record is not None and kept_by else None
     if config is None:
         pass

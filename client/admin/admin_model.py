@@ -142,7 +142,8 @@ class GroupPartition:
 
     `committed` is the next offset to read. `end` is the end of the readable messages. `problem` describes a problem.
     `kept_by` names the storage of the group's offsets if that is not ZooKeeper, as "DatabaseOffsets"; the offsets in it
-    are not visible here. Then `progress` is the offset that the owner publishes every few seconds.
+    are visible only to describe_group(offsets=...). Without it, `progress` is the offset after the messages that are
+    done, which the owner publishes every few seconds; the database may have a lower one.
     """
 
     topic: str
@@ -165,7 +166,7 @@ class GroupPartition:
         """
         if self.end is None or self.start is None:
             return None
-        place = self.progress if self.kept_by else self.committed
+        place = self.committed if self.progress is None else self.progress
         if place is not None:
             return max(self.end - max(place, self.start), 0)
         is_known = (self.owner is not None and not self.kept_by) or self.end == self.start

@@ -157,9 +157,9 @@ class Admin:
         """See metamq.Admin.groups."""
         return await self._core.call(admin_groups.all_groups)
 
-    async def describe_group(self, group: str) -> GroupDescription:
+    async def describe_group(self, group: str, offsets: DatabaseOffsets | None = None) -> GroupDescription:
         """See metamq.Admin.describe_group."""
-        return await self._core.call(admin_groups.describe_group, group)
+        return await self._core.call(admin_groups.describe_group, group, offsets)
 
     async def explain_group(self, group: str) -> GroupExplanation:
         """See metamq.Admin.explain_group."""

@@ -59,7 +59,9 @@ def test_offsets_that_are_not_in_zookeeper_are_not_said_to_be_reset(
         assert [message.value for message in consumer] == [b"a"]
     lines = metamq("group", "describe", topic).text.splitlines()
     assert lines[2].split() == [f"{topic}/0-0", "1*", "1", "0", "-"]
-    assert lines[-1] == f"Offsets are kept by FileOffsets, not in ZooKeeper (*: published by the owner): {topic}/0-0"
+    assert (
+        lines[-1] == f"Offsets are kept by FileOffsets, not in ZooKeeper (*: what its owner has processed): {topic}/0-0"
+    )
     for more in ([], ["--dry-run"]):
         ended = metamq("group", "reset", topic, topic, "--to", "earliest", "--yes", *more)
         assert (ended.status, ended.data) == (1, b"")

@@ -64,6 +64,30 @@ def test_offsets_are_deleted(metamq: Metamq, topic: str, group: str) -> None:
     assert f"metamq: group {group!r} has no offsets in topic {topic!r}" in again.talk
 
 
+def test_offsets_in_a_database_are_shown(metamq: Metamq, running: Cluster, topic: str, tmp_path: Path) -> None:
+    metamq("produce", topic, *"abcde")
+    file = tmp_path / "totals.db"
+    offsets = offsets_in(lambda: sqlite3.connect(file))
+    with running.consumer(group=topic, topics=[topic], offsets=offsets, auto_commit=False) as consumer:
+        for message in islice(consumer, 4):
+            if message.offset == 1:
+                consumer.commit(message)
+    processed = metamq("group", "describe", topic).text.splitlines()
+    assert processed[2].split()[:4] == [f"{topic}/0-0", "4*", "5", "1"]
+    assert processed[-1] == "The database may have lower offsets: --database reads them."
+    shown = metamq("group", "describe", topic, "--database", f"sqlite:///{file}").text.splitlines()
+    assert shown[2].split()[:4] == [f"{topic}/0-0", "2", "5", "3"]
+    assert shown[-1] == f"Offsets are kept by DatabaseOffsets, not in ZooKeeper: {topic}/0-0"
+
+
+def test_a_database_is_refused_for_offsets_in_zookeeper(metamq: Metamq, topic: str, group: str, tmp_path: Path) -> None:
+    offsets_in(lambda: sqlite3.connect(tmp_path / "totals.db"))
+    refused = metamq("group", "describe", group, "--database", f"sqlite:///{tmp_path}/totals.db")
+    assert refused.status == 1
+    assert f"keeps its offsets of topic {topic!r} in ZooKeeper, not by DatabaseOffsets" in refused.talk
+    assert metamq("group", "describe", group, "--table", "places").status == 2
+
+
 def test_offsets_in_a_database_are_reset(
     metamq: Metamq, running: Cluster, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
