@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from metamq.client.handling.current import LogFilter as LogFilter
     from metamq.client.handling.retry_policy import GiveUp as GiveUp
     from metamq.client.handling.retry_policy import Rollback as Rollback
+    from metamq.client.handling.retry_policy import attempt as attempt
     from metamq.client.model import Message as Message
     from metamq.client.model import Receipt as Receipt
     from metamq.client.model import ReceiptRange as ReceiptRange
@@ -77,6 +78,7 @@ _HOME = {
     "SecurityConfig": "metamq.security.config",
     "Topic": "metamq.client.schemas.topic",
     "TopicPartition": "metamq.zk.partitions",
+    "attempt": "metamq.client.handling.retry_policy",
     "create_offsets_table": "metamq.client.offsets.offsets_database",
     "scan": "metamq.client.scan.scan",
 }
@@ -110,6 +112,7 @@ __all__ = [
     "TopicPartition",
     "__version__",
     "aio",
+    "attempt",
     "create_offsets_table",
     "errors",
     "scan",

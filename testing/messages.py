@@ -12,7 +12,7 @@ from metamq.client.background import at_once
 from metamq.client.checks import awaitable_listener, check_listener, check_plain_listener, check_whole
 from metamq.client.handling.current import current
 from metamq.client.handling.dead_letters import dead_letter_headers
-from metamq.client.handling.retry_policy import Errors, RetryPolicy
+from metamq.client.handling.retry_policy import Errors, RetryPolicy, present_attempt
 from metamq.client.model import Message
 from metamq.errors import ConfigError
 
@@ -104,7 +104,7 @@ async def _handle(
     pauses_s: list[float] = []
     while True:
         calls += 1
-        error = await _call(handler, message, awaits=awaits)
+        error = await _call(handler, message, failed + 1, awaits=awaits)
         if error is None:
             return Handled("done", calls, tuple(pauses_s), None, {})
         counts = policy.counts(error)
@@ -119,9 +119,11 @@ async def _handle(
         pauses_s.append(pause_s)
 
 
-async def _call(handler: Callable[[Message[Any]], object], message: Message[Any], *, awaits: bool) -> Exception | None:
+async def _call(
+    handler: Callable[[Message[Any]], object], message: Message[Any], attempt: int, *, awaits: bool
+) -> Exception | None:
     """Calls the handler once. Returns its error. Raises WrongType for an awaitable result that run() does not await."""
-    token = current.set(message)
+    token, attempt_token = current.set(message), present_attempt.set(attempt)
     try:
         outcome = handler(message)
         if awaits and inspect.isawaitable(outcome):
@@ -132,6 +134,7 @@ async def _call(handler: Callable[[Message[Any]], object], message: Message[Any]
         return error
     finally:
         current.reset(token)
+        present_attempt.reset(attempt_token)
     if not awaits and inspect.isawaitable(outcome):
         if inspect.iscoroutine(outcome):
             outcome.close()

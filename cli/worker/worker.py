@@ -80,7 +80,15 @@ TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else chec
     type=SECONDS,
     default="100ms",
     show_default=True,
-    help="Pause before the second attempt; it doubles with each further one, up to 30 s.",
+    help="Pause before the second attempt; it doubles with each further one.",
+)
+@click.option("--retry-delay-max", type=SECONDS, default="30s", show_default=True, help="The longest pause.")
+@click.option(
+    "--jitter",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Shorten each pause by chance, by up to this part of it: so many workers do not try at once.",
 )
 @click.option(
     "--retry-on",
@@ -215,8 +223,9 @@ def _worker(
 
 def _arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arguments of the Consumer and of its run(). Raises ConfigError."""
-    run = {name: options[name] for name in ("order", "concurrency", "max_attempts")}
-    run |= {"retry_delay_s": options["retry_delay"], "retry_on": load_exceptions("--retry-on", options["retry_on"])}
+    run = {name: options[name] for name in ("order", "concurrency", "max_attempts", "jitter")}
+    run |= {"retry_delay_s": options["retry_delay"], "retry_delay_max_s": options["retry_delay_max"]}
+    run |= {"retry_on": load_exceptions("--retry-on", options["retry_on"])}
     run["give_up_on"] = load_exceptions("--give-up-on", options["give_up_on"])
     run |= {"handler_timeout_s": options["handler_timeout"], "dead_letter": not options["no_dead_letter"]}
     consumer = {

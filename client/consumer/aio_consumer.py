@@ -21,7 +21,7 @@ from metamq.client.consumer.retrying import Order, check_run
 from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.handling.dead_letters import DeadLetters
-from metamq.client.handling.retry_policy import Errors, RetryPolicy
+from metamq.client.handling.retry_policy import RETRY_DELAY_MAX_S, Errors, RetryPolicy
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.connections import NOT_GIVEN, AnyConnection, database_of
 from metamq.client.one_loop import OneLoop
@@ -237,6 +237,8 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         concurrency: int = 4,
         max_attempts: int = 5,
         retry_delay_s: float = 0.1,
+        retry_delay_max_s: float = RETRY_DELAY_MAX_S,
+        jitter: float = 0.0,
         retry_on: Errors = (),
         give_up_on: Errors = (),
         dead_letter: bool = True,
@@ -253,7 +255,15 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         self._core.check_loop_may_begin()
         order = check_run(order, dead_letter, self._plan)
         dead_letters = self._new_letters() if dead_letter else None
-        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on, handler_timeout_s)
+        policy = RetryPolicy(
+            max_attempts,
+            retry_delay_s,
+            retry_on,
+            give_up_on,
+            handler_timeout_s,
+            retry_delay_max_s=retry_delay_max_s,
+            jitter=jitter,
+        )
         kind = {"partition": ListenerTasks, "key": KeyOrderTasks}[order]
         tasks = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver)
         with self._one_loop.begun(asyncio.current_task) as check_loop:

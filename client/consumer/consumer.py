@@ -23,7 +23,7 @@ from metamq.client.consumer.retrying import Listener, Order, check_no_time_limit
 from metamq.client.consumer.schema_versions import open_with_schemas
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.handling.dead_letters import DeadLetters
-from metamq.client.handling.retry_policy import Errors, RetryPolicy
+from metamq.client.handling.retry_policy import RETRY_DELAY_MAX_S, Errors, RetryPolicy
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.connections import NOT_GIVEN, BlockingConnection, blocking_database_of
 from metamq.client.one_loop import OneLoop
@@ -346,6 +346,8 @@ class Consumer(ConsumerApi[T]):
         concurrency: int = 4,
         max_attempts: int = 5,
         retry_delay_s: float = 0.1,
+        retry_delay_max_s: float = RETRY_DELAY_MAX_S,
+        jitter: float = 0.0,
         retry_on: Errors = (),
         give_up_on: Errors = (),
         dead_letter: bool = True,
@@ -358,11 +360,13 @@ class Consumer(ConsumerApi[T]):
         never passes an unfinished message: after a crash, close() or an error the finished ones behind it, fewer than
         16 * concurrency in each partition, are delivered again. stop() and a rebalance finish the ones before them.
 
-        If the listener raises, it gets the message again after `retry_delay_s` seconds, doubled each time. After
+        If the listener raises, it gets the message again after `retry_delay_s` seconds, doubled each time, up to
+        `retry_delay_max_s`. `jitter` shortens each pause by chance, by up to this part of it: with 0.5 it is half to
+        all of it, so many consumers do not try at once. metamq.attempt() is the number of the attempt. After
         `max_attempts` the message goes to the group's dead-letter topic; with dead_letter=False the error ends run().
         A listener that raises metamq.Rollback, or an error of `retry_on`, gets the message again without a limit on
-        attempts: give the errors of an outage, such as `retry_on=psycopg.OperationalError`. Their pauses double, too,
-        up to 30 s. Meanwhile the messages behind it wait in order, and health() has the error.
+        attempts: give the errors of an outage, such as `retry_on=psycopg.OperationalError`. Their pauses double, too.
+        Meanwhile the messages behind it wait in order, and health() has the error.
 
         After metamq.GiveUp("why"), or an error of `give_up_on`, there is no further attempt: name the errors of the
         message itself, such as `give_up_on=(ValidationError, KeyError)`. They count also if they are of `retry_on`.
@@ -379,7 +383,9 @@ class Consumer(ConsumerApi[T]):
         check_no_time_limit(handler_timeout_s)
         order = check_run(order, dead_letter, self._core.plan)
         dead_letters = self._new_letters() if dead_letter else None
-        policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on)
+        policy = RetryPolicy(
+            max_attempts, retry_delay_s, retry_on, give_up_on, retry_delay_max_s=retry_delay_max_s, jitter=jitter
+        )
         kind = {"partition": ListenerPool, "key": KeyOrderPool}[order]
         pool = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver, self._background)
         with self._one_loop.begun(threading.current_thread) as check_loop:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from metamq.client.checks import awaitable_listener, check_whole, wrong_type
 from metamq.client.handling.current import HandlerOutage, current
 from metamq.client.handling.handler_figures import HandlerTimes
-from metamq.client.handling.retry_policy import RetryPolicy, Rollback
+from metamq.client.handling.retry_policy import RetryPolicy, Rollback, present_attempt
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, DecodeError, HandlerTimeout
@@ -207,10 +207,12 @@ class ListenerRun(ABC):
         """
         place, is_over = message[:3], False
         current.set(message)  # it may be one that `decode` rejected
+        first = present_attempt.set(1)
         try:
             is_over = await self._try_until_over(in_flight, message, error, is_rejected=is_rejected)
             return is_over
         finally:
+            present_attempt.reset(first)
             in_flight.retrying.pop(place[2], None)
             self._outage.ended(place, done=is_over)
 
@@ -240,7 +242,7 @@ class ListenerRun(ABC):
                 figures.given_up(message.topic)
                 return True
             fields = {"topic": message.topic, "partition": message.partition, "offset": message.offset}
-            log.info("%s/%s offset %d failed: %r; next attempt in %g s", *message[:3], error, pause_s, extra=fields)
+            log.info("%s/%s offset %d failed: %r; next attempt in %.3g s", *message[:3], error, pause_s, extra=fields)
             if not await self._pause(in_flight, pause_s):
                 return False
             try:
@@ -248,6 +250,7 @@ class ListenerRun(ABC):
                     message, is_rejected = in_flight.batch.decoded_message(message.offset), False
                     if self.filter is not None and not self.filter(message):
                         return True
+                present_attempt.set(failed + 1)
                 outcome = await self._call(in_flight, message)
             except Exception as failure:
                 error = failure

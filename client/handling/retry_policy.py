@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from contextvars import ContextVar
 from dataclasses import dataclass
 
-from metamq.client.checks import check_seconds, check_whole, wrong_type
+from metamq.client.checks import check_seconds, check_whole, is_number, wrong_type
 from metamq.errors import ConfigError
 
 RETRY_DELAY_MAX_S = 30.0
@@ -14,6 +16,17 @@ ROLLBACK_DELAY_S = 0.1
 
 Errors = type[Exception] | tuple[type[Exception], ...]
 """A class of exceptions, or several."""
+
+present_attempt: ContextVar[int] = ContextVar("metamq_attempt", default=1)
+
+
+def attempt() -> int:
+    """Returns the number of the attempt at the message, for the listener that run() calls: 1 is the first one.
+
+    Rollback and an error of `retry_on` are no attempt. A new owner of the partition begins at 1. Outside of a listener
+    it is 1; a thread that the listener starts needs a copy of its context, as asyncio.to_thread() makes it.
+    """
+    return present_attempt.get()
 
 
 class Rollback(Exception):
@@ -42,6 +55,8 @@ class RetryPolicy:
     retry_on: Errors = ()
     give_up_on: Errors = ()
     handler_timeout_s: float | None = None
+    retry_delay_max_s: float = RETRY_DELAY_MAX_S
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         for name, given in (("retry_on", self.retry_on), ("give_up_on", self.give_up_on)):
@@ -50,6 +65,9 @@ class RetryPolicy:
                 raise wrong_type(f"`{name}`", "a class of exceptions, or a tuple of them", given)
         check_whole("max_attempts", self.max_attempts, 1)
         check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
+        check_seconds("retry_delay_max_s", self.retry_delay_max_s, optional=False)
+        if not is_number(self.jitter) or not 0 <= self.jitter <= 1:
+            raise ConfigError(f"`jitter` must be a number from 0 to 1, not {self.jitter!r}")
         check_seconds("handler_timeout_s", self.handler_timeout_s)
         if self.handler_timeout_s == 0:
             raise ConfigError("run: `handler_timeout_s` is 0", hint="Give seconds, or None for no limit.")
@@ -77,4 +95,5 @@ class RetryPolicy:
         return None if failed_attempts >= self.max_attempts else self._pause(failed_attempts)
 
     def _pause(self, errors: int) -> float:
-        return min(self.retry_delay_s * 2.0 ** min(errors - 1, DOUBLINGS_MAX), RETRY_DELAY_MAX_S)
+        longest_s = min(self.retry_delay_s * 2.0 ** min(errors - 1, DOUBLINGS_MAX), self.retry_delay_max_s)
+        return longest_s * (1 - self.jitter * random.random())

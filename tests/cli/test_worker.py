@@ -335,7 +335,8 @@ def test_options_reach_run_and_the_consumer(
 ) -> None:
     fill(running, topic, 1)
     idle = ("--idle-timeout", "200ms")
-    status, talk = ended(worker("fails", "--max-attempts", 2, "--retry-delay", "1ms", *idle))
+    pauses = ("--retry-delay", "5ms", "--retry-delay-max", "1ms", "--jitter", 0.5)
+    status, talk = ended(worker("fails", "--max-attempts", 2, *pauses, *idle))
     assert status == 0, talk
     assert "given up after 2 attempts" in talk
     assert "LookupError: no such customer" in metamq("dlq", "show", topic, "-o", "json").text

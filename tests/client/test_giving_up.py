@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from metamq import GiveUp, Message, Rollback, TopicPartition
+from metamq import GiveUp, Message, Rollback, TopicPartition, attempt
 from metamq.client.handling.retry_policy import RetryPolicy
-from metamq.errors import DecodeError, WrongType
+from metamq.errors import ConfigError, DecodeError, WrongType
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 from tests.client.idle import all_of
 
@@ -59,6 +59,33 @@ def test_no_pause_after_an_error_that_no_attempt_mends() -> None:
     assert RetryPolicy(1, 0.1, give_up_on=Exception).pause_after(Rollback(7.0), 1) == 7.0
     with pytest.raises(WrongType, match="give_up_on"):
         RetryPolicy(1, 0.1, give_up_on=("KeyError",))  # type: ignore[arg-type]
+
+
+def test_the_pauses() -> None:
+    error = ValueError()
+    policy = RetryPolicy(9, 1.0, retry_delay_max_s=3.0)
+    assert [policy.pause_after(error, failed) for failed in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, 3.0]
+    shortened = RetryPolicy(9, 1.0, jitter=0.25)
+    pauses = [shortened.pause_after(error, 2) or 0.0 for _ in range(100)]
+    assert 1.5 <= min(pauses) < max(pauses) <= 2.0
+    for jitter in (-0.1, 1.1, "half"):
+        with pytest.raises(ConfigError, match="`jitter` must be a number from 0 to 1"):
+            RetryPolicy(9, 1.0, jitter=jitter)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_the_listener_knows_its_attempt(shop: Shop, group: str, run: Run, order: str) -> None:
+    topic, attempts = shop.topic(), defaultdict[int, list[int]](list)
+    shop.numbers(topic, 3)
+
+    def listener(message: Message[Any]) -> None:
+        attempts[message.offset].append(attempt())
+        if message.offset == 1:
+            raise OSError if len(attempts[1]) == 2 else ValueError
+
+    run(listener, topic, group, order=order, max_attempts=3, retry_on=OSError, retry_delay_s=0.001)
+    assert attempts == {0: [1], 1: [1, 2, 2, 3], 2: [1]}
+    assert attempt() == 1
 
 
 @pytest.mark.parametrize("order", ["partition", "key"])

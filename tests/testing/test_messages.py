@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from metamq import GiveUp, Rollback
+from metamq import GiveUp, Rollback, attempt
 from metamq.errors import WrongType
 from metamq.testing.messages import Handled, aio_handle, handle, message
 
@@ -25,6 +25,18 @@ class Handler:
     async def later(self, message: object) -> None:
         await asyncio.sleep(0)
         self(message)
+
+
+def test_the_handler_knows_its_attempt() -> None:
+    attempts: list[int] = []
+
+    def handler(_message: object) -> None:
+        attempts.append(attempt())
+        raise OSError if len(attempts) == 2 else ValueError
+
+    handle(handler, message(b"1"), max_attempts=3, retry_on=OSError)
+    assert attempts == [1, 2, 2, 3]
+    assert attempt() == 1
 
 
 def by_both(*errors: Exception, **run: Any) -> Handled:
