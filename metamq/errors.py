@@ -264,7 +264,7 @@ class DeliveryTimeout(MetamqError, TimeoutError):
     ) -> None:
         tail = f" (last error: {reason})" if reason else ""
         super().__init__(
-            f"{what} was not acknowledged within {timeout_s:g} s{tail}",
+            f"{what} was not acknowledged within {round(timeout_s, 3):g} s{tail}",
             hint=hint or "Check that the broker is up with `metamq doctor`.",
             outcome=outcome,
         )
@@ -279,7 +279,7 @@ class Timeout(MetamqError, TimeoutError):
     outcome: Outcome = "unknown"
 
     def __init__(self, what: str, timeout_s: float, *, hint: str | None = None) -> None:
-        super().__init__(f"{what} took longer than {timeout_s:g} s", hint=hint)
+        super().__init__(f"{what} took longer than {round(timeout_s, 3):g} s", hint=hint)
         self.what = what
         self.timeout_s = timeout_s
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ClientCollector"]
 
+_ONLY_ONE = "metamq: make one ClientCollector for all clients of a process, or unregister() the first one"
+"""The registry's error for a second collector shows it: the metrics of both would have the same names."""
+
 
 class ClientCollector(Collector):
     """Collects the metrics of these clients, blocking or asyncio. Several producers are added up, and so are several
@@ -44,8 +47,10 @@ class ClientCollector(Collector):
         self._consumers = [client for client in clients if isinstance(client, ConsumerApi)]
 
     def describe(self) -> Iterable[Metric]:
-        """Returns nothing: the registry then does not collect when the collector is registered."""
-        return []
+        """Returns a name for each registry to refuse a second collector by. It does not collect meanwhile."""
+        only = Metric("metamq_clients", "", "untyped")
+        only.name = _ONLY_ONE
+        return [only]
 
     def collect(self) -> Iterator[Metric]:
         """Reads the health of each client."""

@@ -31,7 +31,7 @@ def check_name(kind: str, name: str) -> str:
     Raises ConfigError with the kind, the wrong character and the rule.
     """
     if not isinstance(name, str):
-        hint = "Give its `name`." if hasattr(name, "name") else _RULE
+        hint = f"Give its `name`, {name.name!r}." if hasattr(name, "name") else _RULE
         raise ConfigError(f"{kind} is {name!r}, not a string", hint=hint)
     if _NAME.fullmatch(name) and name not in (".", ".."):
         return name

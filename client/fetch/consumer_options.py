@@ -115,6 +115,11 @@ def consumer_plan(
         decode, topics = topics.decode, topics.name
     if not isinstance(topics, str | Collection):
         raise wrong_type("`topics`", "a name or a list of names", topics)
+    if mixed := next((one for one in topics if isinstance(one, Topic)), None):
+        raise ConfigError(
+            f"`topics` is a list with {mixed!r}, and a Topic decodes the values of one topic only",
+            hint="Give topics=<the Topic>. Or give names, and decode message.value yourself, by the Topic's decode().",
+        )
     for name, flag in (("auto_commit", auto_commit), ("broadcast", broadcast)):
         if not isinstance(flag, bool):
             raise wrong_type(f"`{name}`", "True or False", flag)

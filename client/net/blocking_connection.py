@@ -207,5 +207,7 @@ def _with_reason(address: str, reason: tuple[str, str]) -> ConnectError:
 
 
 def _not_connected(address: str, error: OSError, timeout_s: float) -> ConnectError:
-    reason = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else transport.reason_of(error)
+    reason = (
+        f"no answer within {round(timeout_s, 3):g} s" if isinstance(error, TimeoutError) else transport.reason_of(error)
+    )
     return ConnectError(address, reason, hint=transport.IS_IT_RUNNING)

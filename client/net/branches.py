@@ -241,7 +241,9 @@ class TxClient:
                 raise RolledBack(branch.xid, XACode.RBCOMMFAIL, reason) from None
             except (BranchMisuse, TryLater):  # the commit is in progress, or another broker is the master by now
                 if time.monotonic() > deadline_s:
-                    raise OutcomeUnknown(branch.xid, XACode.RMFAIL, f"it took longer than {timeout_s:g} s") from None
+                    raise OutcomeUnknown(
+                        branch.xid, XACode.RMFAIL, f"it took longer than {round(timeout_s, 3):g} s"
+                    ) from None
             except TransactionError:
                 raise
             except MetamqError as error:  # a failed question says nothing about the earlier request

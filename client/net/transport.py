@@ -164,7 +164,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
                 await connection._opened
         except TimeoutError:
             connection.abort()
-            raise ConnectError(address, f"no answer within {timeout_s:g} s", hint=IS_IT_RUNNING) from None
+            raise ConnectError(address, f"no answer within {round(timeout_s, 3):g} s", hint=IS_IT_RUNNING) from None
         except ssl.SSLError as error:
             reason, hint = tls_reason(error)
             raise ConnectError(address, reason, hint=hint) from error

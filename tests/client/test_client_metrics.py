@@ -91,3 +91,14 @@ def test_a_scrape_shows_all_clients_of_the_collector(shop: Shop, group: str) -> 
 def test_only_clients_are_collected() -> None:
     with pytest.raises(WrongType, match="must be a Producer or a Consumer"):
         ClientCollector("orders")  # type: ignore[arg-type]
+
+
+def test_a_second_collector_in_a_registry_is_refused_with_the_next_step(shop: Shop) -> None:
+    registry = CollectorRegistry()
+    first = ClientCollector(shop.producer)
+    registry.register(first)
+    with pytest.raises(ValueError, match="make one ClientCollector for all clients of a process"):
+        registry.register(ClientCollector(shop.producer))
+    registry.unregister(first)
+    registry.register(ClientCollector(shop.producer))
+    CollectorRegistry().register(first)

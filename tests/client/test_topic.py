@@ -109,6 +109,11 @@ def test_a_value_of_another_type_is_refused_before_it_is_sent(shop: Shop) -> Non
         producer.send(topic, Order(1))
     with pytest.raises(ConfigError, match="there is `decode=`"):
         shop.cluster.consumer(topics=topic, decode=json.loads)
+    with pytest.raises(ConfigError, match="a Topic decodes the values of one topic only") as raised:
+        shop.cluster.consumer(topics=[topic, "parcels"])
+    assert "topics=<the Topic>" in str(raised.value)
+    with pytest.raises(ConfigError, match=f"Give its `name`, '{topic.name}'"):
+        shop.admin.create_topic(topic)  # type: ignore[arg-type]
     with shop.cluster.consumer(topics=topic.name, idle_timeout_s=0.1) as consumer:
         assert [*consumer] == []
 

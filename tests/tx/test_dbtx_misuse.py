@@ -10,12 +10,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from metamq import Producer
-from metamq.errors import BranchMisuse, ConfigError
+from metamq.errors import BranchMisuse, ConfigError, DeliveryTimeout, RolledBack, Timeout
 from metamq.testing import Cluster
 from metamq.tx import Xid, create_outcome_table, dbtx
+from tests.parts import wait_until
 from tests.tx.databases import decisions, insert, is_postgres, messages, rows
 
 
@@ -165,3 +167,24 @@ def test_the_transaction_of_sqlite3_begins_with_the_block_as_its_isolation_level
     assert messages(running, topic) == [b"1"]
     database.close()
     other.close()
+
+
+def test_a_block_that_was_idle_for_too_long_says_what_ended_it(
+    running: Cluster, topic: str, producer: Producer[bytes], postgres: str
+) -> None:
+    with psycopg.connect(postgres) as database, psycopg.connect(postgres, autocommit=True) as watcher:
+        create_outcome_table(database, "idle")
+        database.execute("SET idle_in_transaction_session_timeout = '100ms'")
+        database.commit()
+        alive = "SELECT 1 FROM pg_stat_activity WHERE pid = %s"
+        told = pytest.raises(RolledBack, match="idle for longer than idle_in_transaction_session_timeout")
+        with told as raised, dbtx(database, producer, table="idle") as tx:
+            tx.send(topic, b"1")
+            wait_until(lambda: not watcher.execute(alive, (database.info.backend_pid,)).fetchall())
+        assert "new connection" in str(raised.value)
+    assert messages(running, topic) == []
+
+
+def test_a_limit_is_shown_as_it_was_given() -> None:
+    assert "longer than 10 s" in str(Timeout("the call", 9.99998))
+    assert "within 0.05 s" in str(DeliveryTimeout("it", 0.05))

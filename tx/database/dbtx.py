@@ -55,6 +55,13 @@ _ENDED_HINT = (
     "Rows that this committed are in the database: check them. Only the block may commit or roll back: no commit() or "
     "rollback() of the connection in it, no `with connection:`, and with sqlite3 no executescript()."
 )
+IDLE_TIMEOUT = "25P03"
+"""PostgreSQL's error idle_in_transaction_session_timeout."""
+_IDLE = (
+    "PostgreSQL ended the connection: its transaction was idle for longer than idle_in_transaction_session_timeout. "
+    "No row and no message is committed"
+)
+_IDLE_HINT = "Do slow work before the block, or raise that limit. Then repeat the block with a new connection."
 _ASYNCIO_HINT = (
     "Use a blocking one here; or `async with metamq.tx.aio.dbtx(connection, producer)` with a metamq.aio.Producer."
 )
@@ -163,8 +170,10 @@ class DatabaseBlock(ABC):
             await self._roll_back(work)
             problem = f"{_ENDED}: no message is sent"
             raise BranchMisuse(work.name, XACode.PROTO, problem, hint=_ENDED_HINT) from None
-        except BaseException:
+        except BaseException as error:
             await self._roll_back(work)
+            if IDLE_TIMEOUT in (getattr(one, "sqlstate", None) for one in (error, getattr(error, "orig", None))):
+                raise RolledBack(work.name, XACode.RBTIMEOUT, _IDLE, hint=_IDLE_HINT) from error
             raise
         try:
             await self._database.commit()  # the decision
