@@ -1,8 +1,8 @@
 """Subscriptions of consumers: the names of topics, and patterns that select topics by name, now and later.
 
 In a pattern `*` is any text, `?` any character, and `[ab]` one of these, as in `metamq topic list 'orders.*'`. No name
-of a topic has such a character. A pattern selects no dead-letter topic, and no topic of delayed messages: a consumer of
-"*" must not read what it sends to its own dead letters.
+of a topic has such a character. A pattern selects no dead-letter topic, no retry topic, and no topic of delayed
+messages: a consumer of "*" must not read what it sends to its own dead letters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from metamq.client.delayed import holds_delayed
 from metamq.errors import ConfigError
-from metamq.zk.names import DEAD_LETTER_SUFFIX, check_topic, is_pattern
+from metamq.zk.names import DEAD_LETTER_SUFFIX, RETRY_SUFFIX, check_topic, is_pattern
 
 
 def check_subscription(text: str) -> str:
@@ -37,7 +37,7 @@ def selected(subscribed: Collection[str], existing: Collection[str]) -> frozense
 
 
 def _is_internal(name: str) -> bool:
-    return name.endswith(DEAD_LETTER_SUFFIX) or holds_delayed(name)
+    return name.endswith((DEAD_LETTER_SUFFIX, RETRY_SUFFIX)) or holds_delayed(name)
 
 
 @lru_cache(maxsize=1024)

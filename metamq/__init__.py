@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from metamq.client.fetch.message_batch import MessageBatch as MessageBatch
     from metamq.client.handling.current import LogFilter as LogFilter
     from metamq.client.handling.retry_policy import GiveUp as GiveUp
+    from metamq.client.handling.retry_policy import RetryLater as RetryLater
     from metamq.client.handling.retry_policy import Rollback as Rollback
     from metamq.client.handling.retry_policy import attempt as attempt
     from metamq.client.model import Message as Message
@@ -72,6 +73,7 @@ _HOME = {
     "ProducerHealth": "metamq.client.producer.producer_health",
     "Receipt": "metamq.client.model",
     "ReceiptRange": "metamq.client.model",
+    "RetryLater": "metamq.client.handling.retry_policy",
     "Rollback": "metamq.client.handling.retry_policy",
     "Scan": "metamq.client.scan.scan",
     "Schema": "metamq.zk.cluster.schemas",
@@ -104,6 +106,7 @@ __all__ = [
     "ProducerHealth",
     "Receipt",
     "ReceiptRange",
+    "RetryLater",
     "Rollback",
     "Scan",
     "Schema",

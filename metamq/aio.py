@@ -5,7 +5,7 @@ from metamq.client.consumer.aio_consumer import Consumer
 from metamq.client.consumer.health import ConsumerHealth
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.handling.current import LogFilter
-from metamq.client.handling.retry_policy import GiveUp, Rollback, attempt
+from metamq.client.handling.retry_policy import GiveUp, RetryLater, Rollback, attempt
 from metamq.client.model import Message, Receipt, ReceiptRange
 from metamq.client.offsets.aio_offsets_table import create_offsets_table
 from metamq.client.offsets.offsets import OffsetStorage
@@ -42,6 +42,7 @@ __all__ = [
     "ProducerHealth",
     "Receipt",
     "ReceiptRange",
+    "RetryLater",
     "Rollback",
     "Schema",
     "SecurityConfig",

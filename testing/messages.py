@@ -43,12 +43,13 @@ def message(
 class Handled:
     """The result of the calls of a handler with one message."""
 
-    outcome: Literal["done", "dead letter", "waiting"]
-    """"waiting": each call raised Rollback or an error of `retry_on`, and run() would go on."""
+    outcome: Literal["done", "dead letter", "later", "waiting"]
+    """"later": the message goes to the retry topic, for the last of `pauses_s`. "waiting": each call raised Rollback or
+    an error of `retry_on`, and run() would go on."""
     calls: int
     """The calls of the handler."""
     pauses_s: tuple[float, ...]
-    """The seconds that run() waits between the calls."""
+    """The seconds that run() waits after each call that failed, except for the last one."""
     error: Exception | None
     """The error of the last call; None if the message is done."""
     letter_headers: Mapping[str, bytes]
@@ -63,6 +64,7 @@ def handle(
     retry_delay_s: float = 0.1,
     retry_on: Errors = (),
     give_up_on: Errors = (),
+    retry_later_s: float | None = None,
     calls_max: int = CALLS_MAX,
 ) -> Handled:
     """Calls a handler with a message, as Consumer.run() with these arguments does, but without a cluster and pauses.
@@ -71,7 +73,7 @@ def handle(
     function.
     """
     check_plain_listener(handler)
-    policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on)
+    policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on, retry_later_s=retry_later_s)
     return at_once(_handle(handler, message, policy, calls_max, awaits=False))
 
 
@@ -83,11 +85,12 @@ async def aio_handle(
     retry_delay_s: float = 0.1,
     retry_on: Errors = (),
     give_up_on: Errors = (),
+    retry_later_s: float | None = None,
     calls_max: int = CALLS_MAX,
 ) -> Handled:
     """Calls a handler as metamq.aio.Consumer.run() does, and awaits its result; see handle()."""
     check_listener(handler)
-    policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on)
+    policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on, retry_later_s=retry_later_s)
     return await _handle(handler, message, policy, calls_max, awaits=True)
 
 
@@ -114,6 +117,8 @@ async def _handle(
         if pause_s is None:
             letter = dead_letter_headers(message, error, failed)
             return Handled("dead letter", calls, tuple(pauses_s), error, letter)
+        if policy.is_later(error):
+            return Handled("later", calls, (*pauses_s, pause_s), error, {})
         if calls >= calls_max:
             return Handled("waiting", calls, tuple(pauses_s), error, {})
         pauses_s.append(pause_s)

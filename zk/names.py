@@ -12,6 +12,8 @@ MAX_NAME_CHARS = 200
 DEAD_LETTER_SUFFIX = ".dead-letter"
 """The suffix of a group's name in the name of its dead-letter topic."""
 
+RETRY_SUFFIX = ".retry"
+"""The suffix of a group's name in the name of its retry topic."""
 MAX_GROUP_CHARS = MAX_NAME_CHARS - len(DEAD_LETTER_SUFFIX)
 
 OWN = "~"

@@ -91,6 +91,13 @@ TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else chec
     help="Shorten each pause by chance, by up to this part of it: so many workers do not try at once.",
 )
 @click.option(
+    "--retry-later",
+    type=SECONDS,
+    help="Try a failed message again after this time, from the topic GROUP.retry, and go on with those behind it. It "
+    "doubles each time, up to an hour. Implies --retry-topic.",
+)
+@click.option("--retry-topic", is_flag=True, help="Also read GROUP.retry: the handler may raise metamq.RetryLater.")
+@click.option(
     "--retry-on",
     metavar="MODULE:CLASS",
     multiple=True,
@@ -225,7 +232,7 @@ def _arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     """Returns the arguments of the Consumer and of its run(). Raises ConfigError."""
     run = {name: options[name] for name in ("order", "concurrency", "max_attempts", "jitter")}
     run |= {"retry_delay_s": options["retry_delay"], "retry_delay_max_s": options["retry_delay_max"]}
-    run |= {"retry_on": load_exceptions("--retry-on", options["retry_on"])}
+    run |= {"retry_on": load_exceptions("--retry-on", options["retry_on"]), "retry_later_s": options["retry_later"]}
     run["give_up_on"] = load_exceptions("--give-up-on", options["give_up_on"])
     run |= {"handler_timeout_s": options["handler_timeout"], "dead_letter": not options["no_dead_letter"]}
     consumer = {
@@ -234,6 +241,7 @@ def _arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
         "start": options["start"],
         "auto_commit": not options["no_auto_commit"],
         "idle_timeout_s": options["idle_timeout"],
+        "retry_topic": options["retry_topic"] or options["retry_later"] is not None,
         **load_others(options["decode"], options["offsets"]),
     }
     return consumer, run

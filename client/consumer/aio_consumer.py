@@ -68,6 +68,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         strategy: str = "range",
         offsets: OffsetStorage | None = None,
         broadcast: bool = False,
+        retry_topic: bool = False,
         consumer_id: str | None = None,
         config: str | None = None,
         root: str | None = None,
@@ -87,6 +88,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
             broadcast=broadcast,
             offsets=offsets,
             decode=decode,
+            retry_topic=retry_topic,
         )
         self._options = load(ConsumerOptions, "consumer", file=config, arguments=settings, others=type(self))
         self._access = cluster_access(zookeeper, root, config, security)
@@ -206,7 +208,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         await self._core.seek_to(partition_of(partition), where)
 
     def _new_letters(self) -> DeadLetters:
-        return DeadLetters(self._access, self._plan.group)
+        return DeadLetters(self._access, self._plan.group, self._plan.retry_topic)
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
         self._core.seek(tp, offset)
@@ -239,6 +241,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         retry_delay_s: float = 0.1,
         retry_delay_max_s: float = RETRY_DELAY_MAX_S,
         jitter: float = 0.0,
+        retry_later_s: float | None = None,
         retry_on: Errors = (),
         give_up_on: Errors = (),
         dead_letter: bool = True,
@@ -253,7 +256,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
         listener ends late if it catches the cancellation, or blocks the loop.
         """
         self._core.check_loop_may_begin()
-        order = check_run(order, dead_letter, self._plan)
+        order = check_run(order, dead_letter, retry_later_s, self._plan)
         dead_letters = self._new_letters() if dead_letter else None
         policy = RetryPolicy(
             max_attempts,
@@ -263,6 +266,7 @@ class Consumer(OpenedLater, ConsumerApi[T]):
             handler_timeout_s,
             retry_delay_max_s=retry_delay_max_s,
             jitter=jitter,
+            retry_later_s=retry_later_s,
         )
         kind = {"partition": ListenerTasks, "key": KeyOrderTasks}[order]
         tasks = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver)

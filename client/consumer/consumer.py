@@ -75,6 +75,8 @@ class Consumer(ConsumerApi[T]):
     strategy:    "range", "round_robin", "consistent_hash" or "sticky"; the same for all members of a group.
     offsets:     the storage of the group's offsets; None is ZooKeeper. See DatabaseOffsets, FileOffsets.
     broadcast:   True delivers every message to every member; needs offsets=FileOffsets(path).
+    retry_topic: True also reads the group's retry topic, GROUP.retry, which is created if it is missing. Then a
+                 listener of run() may raise metamq.RetryLater. All members of a group need the same.
     consumer_id: the member's name in its group, not in use by another member; the default is a new, unique name.
     config:      a TOML file; its [consumer] section has the settings below.
     settings:    commit_interval_ms, fetch_wait_ms, fetch_min_bytes, fetch_max_bytes, partition_fetch_max_bytes,
@@ -107,6 +109,7 @@ class Consumer(ConsumerApi[T]):
         strategy: str = "range",
         offsets: OffsetStorage | None = None,
         broadcast: bool = False,
+        retry_topic: bool = False,
         consumer_id: str | None = None,
         config: str | None = None,
         root: str | None = None,
@@ -126,6 +129,7 @@ class Consumer(ConsumerApi[T]):
             broadcast=broadcast,
             offsets=offsets,
             decode=decode,
+            retry_topic=retry_topic,
         )
         options = load(ConsumerOptions, "consumer", file=config, arguments=settings, others=type(self))
         self._filter = filter
@@ -304,7 +308,7 @@ class Consumer(ConsumerApi[T]):
         self._wait_for(self._core.seek_to(partition_of(partition), where))
 
     def _new_letters(self) -> DeadLetters:
-        return DeadLetters(self._access, self._core.plan.group)
+        return DeadLetters(self._access, self._core.plan.group, self._core.plan.retry_topic)
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
         self._wait_for(self._core.seek_to(tp, offset))
@@ -348,6 +352,7 @@ class Consumer(ConsumerApi[T]):
         retry_delay_s: float = 0.1,
         retry_delay_max_s: float = RETRY_DELAY_MAX_S,
         jitter: float = 0.0,
+        retry_later_s: float | None = None,
         retry_on: Errors = (),
         give_up_on: Errors = (),
         dead_letter: bool = True,
@@ -368,6 +373,11 @@ class Consumer(ConsumerApi[T]):
         attempts: give the errors of an outage, such as `retry_on=psycopg.OperationalError`. Their pauses double, too.
         Meanwhile the messages behind it wait in order, and health() has the error.
 
+        With Consumer(retry_topic=True), metamq.RetryLater(delay_s=60) stores the message in the group's retry topic,
+        and the messages behind it go on. `retry_later_s` does the same after each failed attempt, with that delay,
+        doubled each time up to an hour. Attempts count over both topics; the order of its key is given up. It is at
+        least once.
+
         After metamq.GiveUp("why"), or an error of `give_up_on`, there is no further attempt: name the errors of the
         message itself, such as `give_up_on=(ValidationError, KeyError)`. They count also if they are of `retry_on`.
 
@@ -381,10 +391,16 @@ class Consumer(ConsumerApi[T]):
         """
         self._core.check_loop_may_begin()
         check_no_time_limit(handler_timeout_s)
-        order = check_run(order, dead_letter, self._core.plan)
+        order = check_run(order, dead_letter, retry_later_s, self._core.plan)
         dead_letters = self._new_letters() if dead_letter else None
         policy = RetryPolicy(
-            max_attempts, retry_delay_s, retry_on, give_up_on, retry_delay_max_s=retry_delay_max_s, jitter=jitter
+            max_attempts,
+            retry_delay_s,
+            retry_on,
+            give_up_on,
+            retry_delay_max_s=retry_delay_max_s,
+            jitter=jitter,
+            retry_later_s=retry_later_s,
         )
         kind = {"partition": ListenerPool, "key": KeyOrderPool}[order]
         pool = kind(listener, self._filter, dead_letters, policy, concurrency, self._receiver, self._background)

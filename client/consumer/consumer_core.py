@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import Context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.consumer.health import PUBLISH_LIMIT_S, ConsumerHealth, done_offsets, health_of, watch_progress
@@ -29,6 +30,7 @@ from metamq.client.forks import register_for_forks
 from metamq.client.group.assignment import AssignedPartition, not_assigned
 from metamq.client.group.rebalance import ZKLoadRebalanceListener
 from metamq.client.handling.handler_figures import HandlerFigures
+from metamq.client.handling.retry_topic import create_retry_topic
 from metamq.client.net.cluster import MASTER, ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.net.outages import Outages
@@ -117,10 +119,9 @@ class ConsumerCore:
             self._assignment = self._make_assignment(self._session)
             self.commits = OffsetCommits(self.plan, self.inbox, self._assignment, self.outages.errors)
             parts = self._lease, self.inbox, self._assignment, self.outages, self._finder
-            connections = self.cluster.connections
-            self.end = LoopEnd(
-                access.zookeeper, *parts, pauses=self._needs_lease, delayed_s=lambda: connections.delayed_s
-            )
+            delayed_s = partial(getattr, self.cluster.connections, "delayed_s")
+            self.end = LoopEnd(access.zookeeper, *parts, pauses=self._needs_lease, delayed_s=delayed_s)
+            await create_retry_topic(self.cluster, self.plan.retry_topic)
             await self._assignment.start()
         except BaseException:
             await self._shut_down()

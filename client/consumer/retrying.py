@@ -43,12 +43,17 @@ POLL_S = 0.5
 """Seconds between two checks if a message, which waits for its next attempt, still belongs to this consumer."""
 
 
-def check_run(order: Order, dead_letter: bool, plan: ConsumerPlan) -> Order:
+def check_run(order: Order, dead_letter: bool, retry_later_s: float | None, plan: ConsumerPlan) -> Order:
     """Returns the order. Raises ConfigError, WrongType."""
     if order not in ("partition", "key"):
         raise ConfigError(f"run: `order` is {order!r}", hint="Choose 'partition' or 'key'.")
     if not isinstance(dead_letter, bool):
         raise wrong_type("`dead_letter`", "True or False", dead_letter)
+    if retry_later_s is not None and not (dead_letter and plan.retry_topic is not None):
+        raise ConfigError(
+            "run: `retry_later_s` needs the retry topic of the group, and dead letters",
+            hint="Give Consumer(retry_topic=True), and leave dead_letter=True.",
+        )
     if order == "key" and not plan.auto_commit and isinstance(plan.offsets, DatabaseOffsets):
         raise ConfigError(
             "run: in the order of keys a message cannot be committed in a transaction of the database: messages before "
@@ -87,7 +92,7 @@ class ListenerRun(ABC):
 
     @abstractmethod
     async def _give_up(self, storing: Coroutine[Any, Any, None]) -> None:
-        """Runs the storing of a dead letter in the consumer's loop."""
+        """Runs the storing of a message in the consumer's loop."""
 
     @abstractmethod
     async def _pause(self, in_flight: InFlightBatch, pause_s: float) -> bool:
@@ -219,7 +224,8 @@ class ListenerRun(ABC):
     async def _try_until_over(
         self, in_flight: InFlightBatch, message: Message[Any], error: Exception, *, is_rejected: bool
     ) -> bool:
-        failed = outages = 0
+        letters, outages = self.dead_letters, 0
+        failed = 0 if letters is None else letters.attempts_before(message)
         figures = self.receiver.handlers
         while True:
             if isinstance(error, ConfigError) and error.ends_run:
@@ -236,10 +242,15 @@ class ListenerRun(ABC):
             if (processing := in_flight.processing_of(message.offset)) is not None:
                 processing.failed(message.offset, error, is_final=pause_s is None)
             if pause_s is None:
-                if self.dead_letters is None:
+                if letters is None:
                     raise error
-                await self._give_up(self._store(self.dead_letters, in_flight, message, error, failed))
+                await self._give_up(self._store(letters, in_flight, message, error, failed))
                 figures.given_up(message.topic)
+                return True
+            if self.policy.is_later(error):
+                if letters is None:
+                    raise error
+                await self._give_up(self._store(letters, in_flight, message, error, failed, pause_s))
                 return True
             fields = {"topic": message.topic, "partition": message.partition, "offset": message.offset}
             log.info("%s/%s offset %d failed: %r; next attempt in %.3g s", *message[:3], error, pause_s, extra=fields)
@@ -261,10 +272,21 @@ class ListenerRun(ABC):
                 return True
 
     async def _store(
-        self, letters: DeadLetters, in_flight: InFlightBatch, message: Message[Any], error: Exception, attempts: int
+        self,
+        letters: DeadLetters,
+        in_flight: InFlightBatch,
+        message: Message[Any],
+        error: Exception,
+        attempts: int,
+        delay_s: float | None = None,
     ) -> None:
-        """Stores a dead letter. Without auto_commit its message is committed here."""
-        await letters.send(message, in_flight.batch.plain_value(message.offset), error, attempts)
+        """Stores a dead letter, or with a delay a message in the retry topic. Without auto_commit the message is
+        committed here."""
+        value = in_flight.batch.plain_value(message.offset)
+        if delay_s is None:
+            await letters.send(message, value, error, attempts)
+        else:
+            await letters.send_later(message, value, error, attempts, delay_s)
         await self.receiver.commits.given_up(in_flight, message.offset)
 
     def _check_done(self, outcome: object) -> None:

@@ -11,12 +11,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from metamq.client.checks import check_ranges, is_whole, wrong_type
+from metamq.client.delayed import delayed_topic
 from metamq.client.group.strategies import check_strategy
 from metamq.client.schemas.topic import Topic
 from metamq.client.subscriptions import check_subscription
 from metamq.errors import ConfigError
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
-from metamq.zk.names import check_consumer, check_group, is_pattern
+from metamq.zk.names import RETRY_SUFFIX, check_consumer, check_group, is_pattern
 
 if TYPE_CHECKING:
     from metamq.client.offsets.offsets import OffsetStorage
@@ -92,6 +93,8 @@ class ConsumerPlan:
     decode: Callable[[bytes], Any] | None
     typed: Topic[Any] | None = None
     """The Topic that decodes the values."""
+    retry_topic: str | None = None
+    """The retry topic of the group, which is one of `topics`, if the consumer reads it."""
 
 
 def consumer_plan(
@@ -106,6 +109,7 @@ def consumer_plan(
     broadcast: bool,
     offsets: OffsetStorage | None,
     decode: Callable[[bytes], Any] | None,
+    retry_topic: bool,
 ) -> ConsumerPlan:
     """Checks a Consumer's arguments. Raises ConfigError."""
     typed = topics if isinstance(topics, Topic) else None
@@ -120,7 +124,7 @@ def consumer_plan(
             f"`topics` is a list with {mixed!r}, and a Topic decodes the values of one topic only",
             hint="Give topics=<the Topic>. Or give names, and decode message.value yourself, by the Topic's decode().",
         )
-    for name, flag in (("auto_commit", auto_commit), ("broadcast", broadcast)):
+    for name, flag in (("auto_commit", auto_commit), ("broadcast", broadcast), ("retry_topic", retry_topic)):
         if not isinstance(flag, bool):
             raise wrong_type(f"`{name}`", "True or False", flag)
     if offsets is not None and not hasattr(offsets, "claimed"):
@@ -136,6 +140,7 @@ def consumer_plan(
         )
     if group is not None:
         check_group(group)
+    retry = _retry_topic(group, broadcast=broadcast) if retry_topic else None
     if not is_start(start):
         raise ConfigError(f"`start` is {start!r}", hint="Give 'earliest', 'latest' or an aware datetime.")
     if on_data_loss not in ("earliest", "latest", "fail"):
@@ -148,7 +153,7 @@ def consumer_plan(
     if offsets is not None and group is None:
         raise ConfigError("`offsets` are kept for a group", hint="Give group=, or leave offsets= out.")
     return ConsumerPlan(
-        topics=names,
+        topics=names if retry is None else tuple(dict.fromkeys((*names, retry))),
         group=group,
         consumer_id=check_consumer(consumer_id or _new_consumer_id(group or "reader")),
         start=start,
@@ -159,7 +164,17 @@ def consumer_plan(
         offsets=offsets,
         decode=decode,
         typed=typed,
+        retry_topic=retry,
     )
+
+
+def _retry_topic(group: str | None, *, broadcast: bool) -> str:
+    """Returns the name of the retry topic. Raises ConfigError."""
+    if group is None or broadcast:
+        raise ConfigError("the retry topic belongs to a group whose members share the work", hint="Give group=.")
+    topic = group + RETRY_SUFFIX
+    delayed_topic(topic)
+    return topic
 
 
 def is_start(where: object) -> bool:

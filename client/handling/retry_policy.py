@@ -13,6 +13,8 @@ RETRY_DELAY_MAX_S = 30.0
 DOUBLINGS_MAX = 1000
 """The most doublings of the delay: 2.0 ** 1024 raises OverflowError."""
 ROLLBACK_DELAY_S = 0.1
+RETRY_LATER_MAX_S = 3600.0
+"""The most seconds to which `retry_later_s` is doubled."""
 
 Errors = type[Exception] | tuple[type[Exception], ...]
 """A class of exceptions, or several."""
@@ -38,6 +40,16 @@ class Rollback(Exception):
         self.delay_s = delay_s
 
 
+class RetryLater(Exception):
+    """Raised by a listener to receive the message again after `delay_s` seconds, from the group's retry topic: the
+    messages behind it go on meanwhile. It counts as an attempt. Needs Consumer(retry_topic=True)."""
+
+    def __init__(self, delay_s: float, reason: str = "the listener wants it later") -> None:
+        check_seconds("delay_s", delay_s, optional=False)
+        super().__init__(reason)
+        self.delay_s = delay_s
+
+
 class GiveUp(Exception):
     """Raised by a listener to send the message to the dead letters at once, with this reason."""
 
@@ -57,6 +69,9 @@ class RetryPolicy:
     handler_timeout_s: float | None = None
     retry_delay_max_s: float = RETRY_DELAY_MAX_S
     jitter: float = 0.0
+    retry_later_s: float | None = None
+    """The seconds after which a failed message comes again from the retry topic, doubled each time; None keeps its
+    place."""
 
     def __post_init__(self) -> None:
         for name, given in (("retry_on", self.retry_on), ("give_up_on", self.give_up_on)):
@@ -69,17 +84,24 @@ class RetryPolicy:
         if not is_number(self.jitter) or not 0 <= self.jitter <= 1:
             raise ConfigError(f"`jitter` must be a number from 0 to 1, not {self.jitter!r}")
         check_seconds("handler_timeout_s", self.handler_timeout_s)
+        check_seconds("retry_later_s", self.retry_later_s)
         if self.handler_timeout_s == 0:
             raise ConfigError("run: `handler_timeout_s` is 0", hint="Give seconds, or None for no limit.")
 
     def is_final(self, error: Exception) -> bool:
         """Returns True if a further attempt would not help. An error that is also of `retry_on` is final, too; a
-        Rollback never is."""
-        return isinstance(error, (GiveUp, self.give_up_on)) and not isinstance(error, Rollback)
+        Rollback or a RetryLater never is."""
+        return isinstance(error, (GiveUp, self.give_up_on)) and not isinstance(error, (Rollback, RetryLater))
 
     def counts(self, error: Exception) -> bool:
         """Returns True if the error is a failed attempt: not a Rollback, and not of `retry_on`."""
+        if isinstance(error, RetryLater):
+            return True
         return self.is_final(error) or not isinstance(error, (Rollback, self.retry_on))
+
+    def is_later(self, error: Exception) -> bool:
+        """Returns True if the next attempt, if there is one, begins in the retry topic."""
+        return isinstance(error, RetryLater) or (self.retry_later_s is not None and self.counts(error))
 
     def pause_after(self, error: Exception, failed_attempts: int, outages: int = 0) -> float | None:
         """Returns the seconds until the next attempt, or None to give up.
@@ -92,8 +114,20 @@ class RetryPolicy:
             return error.delay_s
         if not self.counts(error):
             return self._pause(outages)
-        return None if failed_attempts >= self.max_attempts else self._pause(failed_attempts)
+        if failed_attempts >= self.max_attempts:
+            return None
+        if isinstance(error, RetryLater):
+            return error.delay_s
+        if (first_s := self.retry_later_s) is not None:
+            return self._shortened(_doubled(first_s, failed_attempts, max(first_s, RETRY_LATER_MAX_S)))
+        return self._pause(failed_attempts)
 
     def _pause(self, errors: int) -> float:
-        longest_s = min(self.retry_delay_s * 2.0 ** min(errors - 1, DOUBLINGS_MAX), self.retry_delay_max_s)
-        return longest_s * (1 - self.jitter * random.random())
+        return self._shortened(_doubled(self.retry_delay_s, errors, self.retry_delay_max_s))
+
+    def _shortened(self, pause_s: float) -> float:
+        return pause_s * (1 - self.jitter * random.random())
+
+
+def _doubled(first_s: float, errors: int, most_s: float) -> float:
+    return min(first_s * 2.0 ** min(errors - 1, DOUBLINGS_MAX), most_s)

@@ -24,7 +24,7 @@ HANDLERS = """
 import asyncio, logging, os, signal, sqlite3, sys, threading, time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from metamq import DatabaseOffsets, Producer, Topic
+from metamq import DatabaseOffsets, Producer, RetryLater, Topic
 
 logging.getLogger(__name__).info("imported")
 gate = threading.Event()
@@ -80,6 +80,13 @@ async def exits_async(message):
 
 def typed(message):
     note(message.value.number + 1)
+
+def later(message):
+    if "metamq-attempts" not in message.headers:
+        raise RetryLater(0.05)
+    if message.headers["metamq-attempts"] == b"1":
+        raise LookupError("not yet")
+    note(message.topic)
 
 def plus_one(message):
     note(message.value + 1)
@@ -218,6 +225,16 @@ def test_sigterm_in_the_middle_loses_nothing_and_doubles_nothing(
     status, talk = ended(worker(handler, "--order", order, "--idle-timeout", "500ms"))
     assert status == 0, talk
     assert Counter(noted(folder)) == Counter(values)
+
+
+def test_a_failed_message_comes_later_from_the_retry_topic(
+    running: Cluster, topic: str, folder: Path, worker: Work
+) -> None:
+    fill(running, topic, 1)
+    one = worker("later", "--retry-later", "50ms")
+    wait_until(lambda: noted(folder) == [f"{topic}.retry"], what="the third attempt")
+    one.send_signal(signal.SIGTERM)
+    assert ended(one)[0] == 0
 
 
 @pytest.mark.parametrize("handler", ["hangs", "hangs_async"])

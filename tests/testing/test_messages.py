@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from metamq import GiveUp, Rollback, attempt
+from metamq import GiveUp, RetryLater, Rollback, attempt
 from metamq.errors import WrongType
 from metamq.testing.messages import Handled, aio_handle, handle, message
 
@@ -72,6 +72,12 @@ def test_errors_without_a_further_attempt_and_those_without_an_end() -> None:
     assert by_both(*[OSError()] * 6, retry_on=OSError, max_attempts=1).outcome == "done"
     waiting = by_both(*[Rollback()] * 20, calls_max=4)
     assert (waiting.outcome, waiting.calls) == ("waiting", 4)
+
+
+def test_a_message_that_comes_later() -> None:
+    later = by_both(ValueError("a"), retry_later_s=60)
+    assert (later.outcome, later.calls, later.pauses_s) == ("later", 1, (60,))
+    assert by_both(RetryLater(5)).pauses_s == (5,)
 
 
 def test_functions_that_run_would_refuse_are_refused() -> None:
