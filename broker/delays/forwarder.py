@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from metamq.broker.data.partition import Partition
     from metamq.broker.data.topics import Topics
     from metamq.broker.roles.role import ReplicaStatus
+    from metamq.zk.cluster.topics import TopicConfig
     from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.broker")
@@ -70,6 +71,11 @@ def now_us() -> int:
 def _is_due(message: WaitingMessage) -> bool:
     """True if a message goes to its topic now, and not to a further level."""
     return not message.left_us and message.due_us <= now_us()
+
+
+def _is_of_another(message: WaitingMessage, config: TopicConfig) -> bool:
+    """True if a message was sent to an earlier topic of this name."""
+    return message.topic_id not in (None, "", config.id)
 
 
 class DelayFigures(NamedTuple):
@@ -109,6 +115,8 @@ class DelayForwarder:
         self._holds = Holds()
         self._log_once = LogOnce()
         self._refusals = LogOnce()
+        self._deleted_ids = set[str | None]()
+        """Ids of deleted topics whose messages were still due. An id never comes back."""
         self._term: _Term | None = None
 
     async def run(self) -> None:
@@ -281,13 +289,14 @@ class DelayForwarder:
         sent = CheckedMessage(message.value, message.key, message.headers or None, message.partition)
         try:
             config = await self._cluster.topic(message.topic)
-            if message.topic_id not in (None, "", config.id):
+            if _is_of_another(message, config) and message.topic_id not in self._deleted_ids:
                 await self._session.sync()  # the id may be newer than this broker's view of the topic
                 config = await self._cluster.topic(message.topic)
         except TopicNotFound as error:
             self._refuse(str(error))
             return "", sent
-        if message.topic_id not in (None, "", config.id):
+        if _is_of_another(message, config):
+            self._deleted_ids.add(message.topic_id)
             self._refuse(f"it was sent to an earlier topic {message.topic!r}, which was deleted")
             return "", sent
         if sent.partition is not None and sent.partition not in config.partition_names:

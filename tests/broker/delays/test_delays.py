@@ -240,6 +240,34 @@ def test_a_message_of_a_former_version_has_no_id_and_is_delivered(
             assert next(iter(consumer)).value == b"1"
 
 
+def at_levels(forwarder: DelayForwarder) -> int:
+    """The messages that left the topic that takes them."""
+    term = forwarder._term
+    return 0 if term is None else sum(one.waiting for one in [*term.logs.values()] if one.level is not None)
+
+
+def test_many_messages_of_a_deleted_topic_cost_zookeeper_one_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalBroker(new_chroot(), tmp_path / "broker") as local, Producer(local.broker._access.zookeeper) as producer:
+        forwarder, syncs = local.broker._parts.delays, []
+        sync = forwarder._session.sync
+
+        async def counted() -> None:
+            syncs.append(forwarder.figures.refused)
+            await sync()
+
+        with Admin(local.broker._access.zookeeper) as admin:
+            admin.create_topic("t", partitions=1)
+            producer.send_many("t", [b"%d" % number for number in range(200)], delay_s=4.0).result()
+            wait_until(lambda: at_levels(forwarder) == 200)
+            monkeypatch.setattr(forwarder._session, "sync", counted)
+            admin.delete("t")
+            admin.create_topic("t", partitions=1)
+        wait_until(lambda: forwarder.figures.refused == 200)
+        assert len(syncs) < 100
+
+
 def test_a_topic_that_takes_nothing_holds_up_only_its_own_messages(running: Cluster, topic: str) -> None:
     running.create_topic(f"{topic}-2", partitions=1)
     with running.producer() as producer, running.admin() as admin:
