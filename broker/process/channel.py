@@ -10,13 +10,22 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from typing import Protocol
 
-from metamq.broker.process.pages import BAD, BrokerPages, Page
+from metamq.broker.process.pages import BAD, Page
 from metamq.broker.process.parent import end_without_parent
 
 REQUEST_BYTES_MAX = 4096
 """A longer request is cut off; its address is only for the audit log."""
 SEPARATOR = "\0"
+
+
+class Pages(Protocol):
+    """The pages of a process."""
+
+    def page(self, path: str, principal: str, address: str) -> Page:
+        """Returns a page. Any thread."""
+        ...
 
 
 class ParentEnd:
@@ -52,11 +61,11 @@ class ChildEnd:
 
     def __init__(self, fd: int) -> None:
         """`fd`: standard input, which is a socket."""
-        self._pages: BrokerPages | None = None
+        self._pages: Pages | None = None
         self._socket = socket.socket(fileno=fd)
         threading.Thread(target=self._answer, name="metamq-parent", daemon=True).start()
 
-    def publish(self, pages: BrokerPages) -> None:
+    def publish(self, pages: Pages) -> None:
         """Answers with these pages from now on; before, with 503."""
         self._pages = pages
 

@@ -53,7 +53,7 @@ class WorkerPages:
             return readiness(states, self._asked(path, principal, address))
         if path == "/":
             pages = self._asked("/readyz", principal, address)
-            title = "Brokers of metamq"
+            title = f"{states[0].kind.capitalize()}s of metamq"
             return Page(GOOD, HTML, first_page(self._console_url, title, table(states, pages)).encode())
         return NO_PAGE
 
@@ -81,9 +81,11 @@ class WorkerCollector(Collector):
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("metamq_worker_up", "1 while the broker's process serves", labels=["broker"])
-        starts = CounterMetricFamily("metamq_worker_starts", "Starts of the broker's process", labels=["broker"])
-        for state in [worker.state for worker in self._workers]:
+        states = [worker.state for worker in self._workers]
+        kind = states[0].kind
+        up = GaugeMetricFamily("metamq_worker_up", f"1 while the process of the {kind} serves", labels=[kind])
+        starts = CounterMetricFamily("metamq_worker_starts", f"Starts of the process of the {kind}", labels=[kind])
+        for state in states:
             up.add_metric([str(state.broker_id)], int(state.phase == "serving"))
             starts.add_metric([str(state.broker_id)], state.starts)
         yield from (up, starts)
@@ -120,7 +122,7 @@ def readiness(states: Sequence[WorkerState], pages: Sequence[Page | None]) -> Pa
 
 
 def _listed(lines: list[tuple[bool, WorkerState, Page | None]]) -> Page:
-    text = "".join(f"broker {state.broker_id}: {_reason(state, page)}\n" for _good, state, page in lines)
+    text = "".join(f"{state.title}: {_reason(state, page)}\n" for _good, state, page in lines)
     return Page(GOOD if all(good for good, _state, _page in lines) else BAD, TEXT, text.encode())
 
 
@@ -134,7 +136,10 @@ def _reason(state: WorkerState, page: Page | None) -> str:
 
 def table(states: Sequence[WorkerState], pages: Sequence[Page | None]) -> str:
     """Returns the state of each worker as a table of HTML."""
-    heads = "".join(f"<th>{head}" for head in ("Broker", "State", "Address", "Process", "Starts", "Last end", "Ready"))
+    heads = "".join(
+        f"<th>{head}"
+        for head in (states[0].kind.capitalize(), "State", "Address", "Process", "Starts", "Last end", "Ready")
+    )
     rows = [
         (state.broker_id, state.phase, state.address, state.pid or "", state.starts, state.last_end,
          _reason(state, page))

@@ -36,6 +36,12 @@ class WorkerState:
     address: str = ""
     starts: int = 0
     last_end: str = ""
+    kind: str = "broker"
+
+    @property
+    def title(self) -> str:
+        """The kind and the number, as "broker 0"."""
+        return f"{self.kind} {self.broker_id}"
 
 
 class _Ended(NamedTuple):
@@ -53,13 +59,22 @@ class _Ended(NamedTuple):
 
 
 class Worker:
-    """One broker id. All methods except for ask() are for the supervisor's loop."""
+    """One broker id, or one number of another kind. All methods except for ask() are for the supervisor's loop."""
 
     def __init__(
-        self, broker_id: int, command: Sequence[str], environment: Mapping[str, str], served: Callable[[], None]
+        self,
+        broker_id: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        served: Callable[[], None],
+        *,
+        kind: str = "broker",
+        reactions: Mapping[int, Reaction] | None = None,
     ) -> None:
-        """`served` is called whenever a process begins to serve."""
-        self.state = WorkerState(broker_id)
+        """`served` is called whenever a process begins to serve. `reactions`: those to exit statuses of a process that
+        was not asked to end."""
+        self.state = WorkerState(broker_id, kind=kind)
+        self._reactions = reactions or {}
         self.name = ""
         """The replica and its role when it began to serve."""
         self.host, self.port = "", 0
@@ -86,6 +101,8 @@ class Worker:
             step = after_end(
                 stopping=self._stopping, restarting=self._restarting, refused=refused, has_served=self.has_served
             )
+            if step is Reaction.LATER:
+                step = self._reactions.get(ended.status, step)
             self._restarting = False
             if ended.refusal is not None and step is Reaction.FAIL:
                 raise ended.refusal
@@ -97,8 +114,8 @@ class Worker:
     async def _pause(self, seconds: float, reason: str) -> Reaction:
         """Waits before the next start; stop() and restart() end the wait."""
         log.error(
-            "broker %d %s: it starts again in %g s", self.state.broker_id, reason, seconds,
-            extra={"broker": self.state.broker_id},
+            "%s %s: it starts again in %g s", self.state.title, reason, seconds,
+            extra={self.state.kind: self.state.broker_id},
         )  # fmt: skip
         self._changed(phase=f"starts again {seconds:g} s after its end")
         with contextlib.suppress(TimeoutError):
@@ -115,7 +132,7 @@ class Worker:
         try:
             return await self._started()
         except OSError as error:  # memory, processes or descriptors are used up
-            log.error("broker %d cannot be started: %s", self.state.broker_id, error)
+            log.error("%s cannot be started: %s", self.state.title, error)
             return _Ended(1, 0.0, None)
         finally:
             self._process = None
@@ -148,7 +165,7 @@ class Worker:
             self._note_ready(report[READY])
         elif REFUSED in report:
             problem, hint = report[REFUSED]
-            refusal = ConfigError(f"broker {self.state.broker_id}: {problem}", hint=hint)
+            refusal = ConfigError(f"{self.state.title}: {problem}", hint=hint)
         await process.stdout.read()
         status = await process.wait()
         self.serves.clear()
@@ -172,6 +189,12 @@ class Worker:
         """Asks the process to end, and starts no other one."""
         self._stopping = True
         self._end("stopping")
+
+    def kill(self) -> None:
+        """Ends the process by SIGKILL."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     def restart(self) -> None:
         """Asks the process to end, and starts the next one at once."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import REGISTRY, make_wsgi_app
+from prometheus_client import REGISTRY, generate_latest, make_wsgi_app
 
-from metamq.broker.process.pages import BAD, GOOD, NO_PAGE, Page
+from metamq.broker.process.pages import BAD, GOOD, NO_PAGE, TEXT, Page
 from metamq.prometheus import ClientCollector
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 class ProgramPages:
     """The state of a worker for its readers. /metrics has everything in prometheus-client's REGISTRY."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self._metrics = make_wsgi_app(REGISTRY)
         self._consumer: ConsumerApi[Any] | None = None
         self._reason = "starting"
@@ -38,8 +40,15 @@ class ProgramPages:
         if path == "/metrics":
             metrics: Iterable[bytes] = self._metrics(environ, start_response)
             return metrics
-        page = {"/healthz": lambda: Page.text(GOOD, "alive"), "/readyz": self._readiness}.get(path)
-        return (page() if page is not None else NO_PAGE).send(start_response)
+        return self.page(path).send(start_response)
+
+    def page(self, path: str, principal: str = "", address: str = "") -> Page:
+        """Returns a page. /metrics is for the supervisor of several processes, with the number of this one."""
+        if path == "/metrics":
+            return Page(GOOD, TEXT, labelled(generate_latest(REGISTRY).decode(), self.number).encode())
+        if path == "/healthz":
+            return Page.text(GOOD, "alive")
+        return self._readiness() if path == "/readyz" else NO_PAGE
 
     def _readiness(self) -> Page:
         """Partitions without progress are only named while others have some: a rollout must not wait for them."""
@@ -53,3 +62,14 @@ class ProgramPages:
             lines += [f"{tp}: {one.last_error}"] if one.last_error else []
             lines += [f"{tp}: the handler tries again: {one.handler_error}"] if one.handler_error else []
         return Page.text(GOOD, "\n".join(lines))
+
+
+def labelled(metrics: str, number: int) -> str:
+    """Returns metrics in the text format of Prometheus with the label `worker` in each sample."""
+    label = f'worker="{number}"'
+    return re.sub(
+        r"^([A-Za-z_:][\w:]*)(\{)?",
+        lambda found: f"{found[1]}{{{label}" + ("," if found[2] else "}"),
+        metrics,
+        flags=re.MULTILINE,
+    )

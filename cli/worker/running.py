@@ -21,6 +21,7 @@ from metamq.words import count
 
 if TYPE_CHECKING:
     from metamq.cli.show.two_signals import TwoSignals
+    from metamq.cli.worker.child import Spent
     from metamq.cli.worker.pages import ProgramPages
     from metamq.cli.worker.program import Program
     from metamq.client.consumer.consumer_api import ConsumerApi
@@ -49,6 +50,7 @@ class HandlerRun:
     signals: TwoSignals
     pages: ProgramPages
     ready: Callable[[], None]
+    spent: Spent
 
     def work(self) -> None:
         """Runs until a signal, the consumer's idle time-out, or an error. Raises Stopped after an early signal,
@@ -113,7 +115,8 @@ class HandlerRun:
 
     def _listener(self, consumer: ConsumerApi[Any]) -> Callable[[Any], Any]:
         handler = self.program.handler
-        return (lambda message: handler(message, consumer)) if self.program.takes_consumer else handler
+        listener = (lambda message: handler(message, consumer)) if self.program.takes_consumer else handler
+        return listener if self.spent.calls_max is None else self.spent.counted(listener, consumer)
 
     def _opened(self, consumer: ConsumerApi[Any], stop: Callable[[], object]) -> None:
         def note_and_stop() -> None:

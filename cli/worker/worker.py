@@ -21,6 +21,7 @@ from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.show.two_signals import TwoSignals
 from metamq.cli.show.units import GROUP, Parsed, parse_ms
 from metamq.cli.show.user_objects import SEPARATOR
+from metamq.cli.worker.child import AS_PROCESS, SPENT_STATUS, Spent, reporting
 from metamq.cli.worker.program import (
     check_together,
     load_exceptions,
@@ -142,7 +143,14 @@ TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else chec
     show_default=True,
     help="Log lines as text, or each as a JSON object.",
 )
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes of this worker.")
+@click.option(
+    "--max-messages",
+    type=click.IntRange(1),
+    help="End a process after so many calls of the handler. With --processes another one starts.",
+)
 @click.option("--with-parent", is_flag=True, hidden=True)
+@click.option(AS_PROCESS, "as_process", type=int, hidden=True)
 @TEXT_OR_JSON
 def worker(
     handler: str,
@@ -151,6 +159,8 @@ def worker(
     http_port: int,
     http_host: str,
     with_parent: bool,
+    processes: int,
+    as_process: int | None,
     **options: Any,
 ) -> int:
     """Call a function of yours with each message of topics, as a member of a group.
@@ -165,21 +175,25 @@ def worker(
 
     \b
     metamq worker billing:bill -g billing -t orders --retry-on OSError
-    metamq worker billing:bill -g billing -t orders --http-port 8000
+    metamq worker billing:bill -g billing -t orders --http-port 8000 --processes 4
     """  # fmt: skip
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # the lines of the user's own modules
     if log_format == "json":
         log_as_json(LogFilter(), group=options["group"])
         logging.captureWarnings(True)
         current().logs_json = True
+    if with_parent and as_process is None:
+        follow_parent(sys.stdin.fileno())
+    if processes > 1 and as_process is None:
+        return _run_processes(processes, http_host, http_port, partial(_say_ready, output, handler, options))
+    spent = Spent(options["max_messages"])
     with (
         TwoSignals(stop_at_once) as signals,
         contextlib.suppress(Stopped),
-        _serving(http_host, http_port) as (pages, port),
+        _serving(http_host, http_port) if as_process is None else _reporting(as_process) as (pages, port, report),
     ):
-        if with_parent:
-            follow_parent(sys.stdin.fileno())
-        work = _worker(handler, options, signals, pages, partial(_say_ready, output, handler, options, port))
+        ready = report or partial(_say_ready, output, handler, options, port)
+        work = _worker(handler, options, signals, pages, ready, spent)
         try:
             work()
         except MetamqError:
@@ -189,21 +203,40 @@ def worker(
             return 1
     if signals.asked:
         log.info("stopped")
+    elif spent.is_spent and as_process is not None:
+        return SPENT_STATUS
     return 0
 
 
+def _run_processes(count: int, host: str, port: int, ready: Callable[[int], None]) -> int:
+    """Runs the supervisor. A process that refuses its options ends it as the options of one process do."""
+    from metamq.cli.worker.processes import run_processes
+
+    current().checking = True
+    return run_processes(count, host, port, ready)
+
+
 @contextlib.contextmanager
-def _serving(host: str, port: int) -> Iterator[tuple[ProgramPages, int]]:
+def _reporting(number: int) -> Iterator[tuple[ProgramPages, int, Callable[[], None]]]:
+    """Does what _serving() does in a process of the supervisor, and yields the report to it, too."""
+    from metamq.cli.worker.pages import ProgramPages
+
+    with reporting(pages := ProgramPages(number)) as report:
+        yield pages, -1, report
+
+
+@contextlib.contextmanager
+def _serving(host: str, port: int) -> Iterator[tuple[ProgramPages, int, None]]:
     """Yields the pages, and the port that serves them, -1 for none. Raises ConfigError if the port is taken."""
     from metamq.broker.process.http import StatusServer
     from metamq.cli.worker.pages import ProgramPages
 
     pages = ProgramPages()
     if port < 0:
-        yield pages, -1
+        yield pages, -1, None
         return
     with contextlib.closing(StatusServer(host, port, pages.respond)) as server:
-        yield pages, server.port
+        yield pages, server.port, None
 
 
 def _worker(
@@ -212,6 +245,7 @@ def _worker(
     signals: TwoSignals,
     pages: ProgramPages,
     ready: Callable[[], None],
+    spent: Spent,
 ) -> Callable[[], None]:
     """Imports what the options name, and returns the work. Raises ConfigError, ConnectError."""
     settings = current()
@@ -225,7 +259,7 @@ def _worker(
     consumer, run = _arguments(options)
     check_together(handler, program, consumer, run)
     settings.checking = False
-    return HandlerRun(program, consumer | settings.client(), run, signals, pages, ready).work
+    return HandlerRun(program, consumer | settings.client(), run, signals, pages, ready, spent).work
 
 
 def _arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
