@@ -43,6 +43,7 @@ BROKER_CRC = struct.Struct("<I")
 PRODUCER_PART = struct.Struct("<HBBIQIIqqI")  # the fields that the producer's CRC covers, before the body
 PRODUCER_CRC = struct.Struct("<I")
 _HEADER = struct.Struct("<IIQQqII HBBIQIIqqII")
+_SIZE = struct.Struct("<I")
 
 BROKER_CRC_AT = BROKER_PART.size
 PRODUCER_AT = BROKER_CRC_AT + BROKER_CRC.size
@@ -114,7 +115,7 @@ def padded(size: int) -> int:
 
 def read_header(buffer: Buffer, at: int = 0) -> BatchHeader:
     """Reads the header at `at`, unchecked. Raises struct.error if the buffer is shorter than a header."""
-    return BatchHeader._make(_HEADER.unpack_from(buffer, at))
+    return tuple.__new__(BatchHeader, _HEADER.unpack_from(buffer, at))  # as _make(), at half the cost
 
 
 def seal(
@@ -154,12 +155,10 @@ def stamp(
 ) -> None:
     """Writes the broker part of the batch at `at`, in place. The size is already there and checked."""
     assert base_offset >= 0
-    (size,) = struct.unpack_from("<I", batch, at)
-    BROKER_PART.pack_into(
-        batch, at, size, epoch, base_offset, batch_id, append_time_us, min(unflushed_bytes, UNFLUSHED_UNKNOWN)
-    )
-    crc = crc32c(memoryview(batch)[at : at + BROKER_CRC_AT])
-    BROKER_CRC.pack_into(batch, at + BROKER_CRC_AT, crc)
+    (size,) = _SIZE.unpack_from(batch, at)
+    unflushed_bytes = min(unflushed_bytes, UNFLUSHED_UNKNOWN)
+    part = BROKER_PART.pack(size, epoch, base_offset, batch_id, append_time_us, unflushed_bytes)
+    batch[at : at + PRODUCER_AT] = part + BROKER_CRC.pack(crc32c(part))
 
 
 def _producer_crc(view: memoryview, at: int, end: int) -> int:

@@ -200,7 +200,7 @@ class FrameReader:
                     large, self._large = self._large, None
                     self._credit_bytes = max(self._credit_bytes, min(self.large_bytes, self._initial_bytes))
                     self.large_bytes = 0
-                    yield _decode(large, self._unpacked_bytes_max)
+                    yield _decode(large, PREFIX.unpack_from(large), self._unpacked_bytes_max)
         except (ProtocolError, GeneratorExit):
             self.close()
             raise
@@ -217,19 +217,20 @@ class FrameReader:
         filled = self._filled
         view = memoryview(self._buffer)
         while filled - at >= PREFIX_BYTES:
-            size = self._checked_size(at)
+            prefix = PREFIX.unpack_from(view, at)
+            size = self._checked_size(prefix)
             if size > filled - at:
-                if size > len(self._buffer):
+                if size > len(view):
                     self.large_bytes = size
                 break
-            yield _decode(memoryview(bytearray(view[at : at + size])), self._unpacked_bytes_max)
+            yield _decode(memoryview(bytearray(view[at : at + size])), prefix, self._unpacked_bytes_max)
             at += size
         if at:
             view[: filled - at] = view[at:filled]
             self._filled = filled - at
 
-    def _checked_size(self, at: int) -> int:
-        length, version, command, _status, _opaque, header = PREFIX.unpack_from(self._buffer, at)
+    def _checked_size(self, prefix: tuple[int, ...]) -> int:
+        length, version, command, _status, _opaque, header = prefix
         size: int = length + _LENGTH_BYTES
         if size > self.frame_bytes_max:
             raise ProtocolError(
@@ -244,12 +245,24 @@ class FrameReader:
         return size
 
 
-def _decode(frame: memoryview, unpacked_bytes_max: int) -> Frame:
-    _length, version, command, status, opaque, header_bytes = PREFIX.unpack_from(frame)
+def _decode(frame: memoryview, prefix: tuple[int, ...], unpacked_bytes_max: int) -> Frame:
+    _length, version, command, status, opaque, header_bytes = prefix
     end = PREFIX_BYTES + header_bytes
-    packed = Packed(command, frame[PREFIX_BYTES:end])
-    header = packed if header_bytes > unpacked_bytes_max else packed.unpacked()
-    return Frame(version, command, status, opaque, header, frame[end:])
+    packed, body = frame[PREFIX_BYTES:end], frame[end:]
+    header = _small_header(packed, is_padded=bool(body)) if header_bytes <= _HEADER_TRUSTED_BYTES else None
+    if header is None:
+        header = Packed(command, packed)
+        if header_bytes <= unpacked_bytes_max:
+            header = header.unpacked()
+    return Frame(version, command, status, opaque, header, body)
+
+
+def _small_header(packed: memoryview, is_padded: bool) -> Any:
+    """Unpacks a small header in the fast way, or returns None: it is not as usual, or wrong."""
+    try:
+        return msgpack.unpackb(bytes(packed).rstrip(_NIL) if is_padded else packed)
+    except Exception:  # perhaps its last byte is no padding
+        return None
 
 
 def _unpack_header(packed: memoryview) -> Any:

@@ -76,6 +76,8 @@ class _Anything:
 
 
 _ANYTHING = _Anything()
+_made: Callable[..., Any] = tuple.__new__
+"""Makes a named tuple of as many values as it has fields."""
 
 
 @functools.cache
@@ -92,7 +94,8 @@ def unpack(cls: type[T], header: Any) -> T:
     types, lists = _types(cls)  # type: ignore[arg-type]  # classes are hashable
     as_declared = type(header) is list and list(map(type, header)) == types
     if as_declared and not [at for at, check, limit in lists if len(header[at]) > limit or not check(header[at])]:
-        return cls(*header)  # most headers are as declared, and this takes half the time
+        made: T = _made(cls, header)  # most headers are as declared, and this takes a third of the time
+        return made
     fields = _fields(cls)  # type: ignore[arg-type]
     added: dict[str, Any] = cls._field_defaults  # type: ignore[attr-defined]
     if not isinstance(header, list) or len(header) < len(fields) - len(added):
@@ -111,7 +114,13 @@ def unpack_list(cls: type[T], header: Any) -> list[T]:
         raise ProtocolError(f"a list of {cls.__name__} is expected, got {reprlib.repr(header)}")
     if len(header) > REQUEST_ENTRIES_MAX:
         raise ProtocolError(f"{len(header):,} entries of {cls.__name__} are over the limit of {REQUEST_ENTRIES_MAX:,}")
-    return [unpack(cls, entry) for entry in header]
+    types, lists = _types(cls)  # type: ignore[arg-type]  # classes are hashable
+    if lists:
+        return [unpack(cls, entry) for entry in header]
+    return [
+        _made(cls, entry) if type(entry) is list and [*map(type, entry)] == types else unpack(cls, entry)
+        for entry in header
+    ]
 
 
 # Frames of replication are frequent, so unpack_frame() replaces unpack(). It checks the range of numbers as well.

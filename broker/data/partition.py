@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.broker.data.readers import Readers
@@ -23,12 +23,11 @@ Done = Callable[[MetamqError | None], None]
 
 
 class Appended(NamedTuple):
-    """The place of a stored batch. `repeated`: it was already stored."""
+    """The place of one or several stored batches."""
 
     base_offset: int
     time_us: int
     end_offset: int
-    repeated: bool
 
 
 class BatchIds:
@@ -43,10 +42,6 @@ class BatchIds:
         assert epoch > self.epoch
         self.epoch = epoch
         self._counter = 0
-
-    def next(self) -> int:
-        """Returns the next id."""
-        return self.reserve(1)
 
     def reserve(self, count: int) -> int:
         """Returns the first of `count` consecutive ids."""
@@ -99,32 +94,46 @@ class Partition:
         """The partition in records of transactions."""
         return self.topic, self.topic_id, self.index
 
-    def append(self, batch: memoryview, header: BatchHeader, ids: BatchIds, batch_id: int | None = None) -> Appended:
-        """Stores a batch, or finds the stored one that it repeats. Takes the next id, unless `batch_id` is given.
+    def stored_before(self, header: BatchHeader) -> Appended | None:
+        """Returns the place of the stored batch that this one repeats, or None: it is new.
 
-        Raises SequenceGap, ProtocolError, StorageError, CorruptData, and the error that closed the partition. The
-        caller has checked the batch, and answers `when_stable(end_offset)`.
+        Raises SequenceGap, ProtocolError, StorageError, CorruptData, and the error that closed the partition.
         """
-        if self.closed_by is not None:
-            raise self.closed_by.with_traceback(None)
+        self._check_open()
         repeated = self.log.check_producer(header)
-        if isinstance(repeated, Duplicate):
-            known = repeated.base_offset >= 0
-            end_offset = repeated.base_offset + header.count if known else self.log.end_offset
-            return Appended(repeated.base_offset, repeated.append_time_us, end_offset, True)
+        if not isinstance(repeated, Duplicate):
+            return None
+        known = repeated.base_offset >= 0
+        end_offset = repeated.base_offset + header.count if known else self.log.end_offset
+        return Appended(repeated.base_offset, repeated.append_time_us, end_offset)
+
+    def append(
+        self, batches: memoryview, headers: Sequence[BatchHeader], ids: BatchIds, batch_id: int | None = None
+    ) -> Appended:
+        """Stores new batches, which are back to back, by one write, all or none. Takes the next ids, unless `batch_id`
+        is given. Returns the place of all of them together.
+
+        Raises StorageError, CorruptData, and the error that closed the partition. The caller has checked the batches,
+        and answers `when_stable(end_offset)`.
+        """
+        self._check_open()
         now_us = time.time_ns() // 1000
-        batch_id = ids.next() if batch_id is None else batch_id
-        base_offset = self.log.append(batch, header, epoch=ids.epoch, batch_id=batch_id, now_us=now_us)
+        batch_id = ids.reserve(len(headers)) if batch_id is None else batch_id
+        base_offset = self.log.append(batches, headers, epoch=ids.epoch, batch_id=batch_id, now_us=now_us)
+        end_offset = self.log.end_offset
         self._is_dirty()
         self.publish()
-        return Appended(base_offset, now_us, base_offset + header.count, False)
+        return Appended(base_offset, now_us, end_offset)
+
+    def _check_open(self) -> None:
+        if self.closed_by is not None:
+            raise self.closed_by.with_traceback(None)
 
     def offset_at_time(self, timestamp_us: int) -> Search:
         """Searches like PartitionLog.offset_at_time(). Also raises Fenced if the log is cut, and the closing error."""
         cuts, search = self.cuts, self.log.offset_at_time(timestamp_us)
         while True:
-            if self.closed_by is not None:
-                raise self.closed_by.with_traceback(None)
+            self._check_open()
             if cuts != self.cuts:
                 raise Fenced("this replica", f"{self.name} was cut here meanwhile")
             try:
@@ -156,8 +165,7 @@ class Partition:
 
         Raises CorruptData if they do not fit or are damaged, StorageError, and the error that closed the partition.
         """
-        if self.closed_by is not None:
-            raise self.closed_by.with_traceback(None)
+        self._check_open()
         self.log.append_replicated(batches, position)
         self._is_dirty()
         self.publish()

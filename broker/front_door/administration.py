@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from metamq.broker.front_door.audit import CHANGE
 from metamq.client.net.inboxes import inbox_of
 from metamq.errors import ClosedError, ConfigError, MetamqError, ProtocolError, ServerBusy
 from metamq.security.config import BROKERS
@@ -97,7 +98,7 @@ class AdministrationProcessor:
             raise ConfigError(f"the settings of topic {asked.topic!r} take more than {DOCUMENT_BYTES_MAX:,} bytes")
         self._check_busy("changes of topics")
         what = f"{right} topic:{asked.topic}"
-        connection.changes(what)
+        connection.decided(what, CHANGE)
         is_inbox = right == CREATE and asked.topic.endswith(DELAYED_SUFFIX)
         check = is_inbox and connection.access.principal not in ("", *SUPERUSERS)
         self._change(request, connection, self._change_topic(asked, f"{what}, for {connection.who}", check))
@@ -154,7 +155,8 @@ class AdministrationProcessor:
         if access.principal in self._delegating:
             raise ServerBusy("delegations of one client")
         does = "makes or renews" if expires_ms > now_ms else "ends"
-        connection.changes(f"{does} token {asked.token_id}: {', '.join(map(' '.join, sorted(wanted)[:SHOWN_MAX]))}")
+        granted = ", ".join(map(" ".join, sorted(wanted)[:SHOWN_MAX]))
+        connection.decided(f"{does} token {asked.token_id}: {granted}", CHANGE)
         self._delegating.add(access.principal)
         self._change(request, connection, self._delegate(asked.token_id, token, now_ms))
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from metamq.broker.front_door.limits.slices import Slices
     from metamq.broker.front_door.protocol import BrokerProtocol
     from metamq.broker.front_door.statistics import Counters
+    from metamq.broker.front_door.writes import Writes
     from metamq.broker.transactions.processor import TransactionalCommandProcessor
     from metamq.errors import NotAuthorized
     from metamq.security.bearer import TokenVerifier
@@ -86,10 +87,13 @@ class FrontDoor:
 
     processors: Mapping[int, Processor]
     """The function that carries out each command. It raises the error that answers the request."""
+    store_puts: Callable[[], None]
+    """Stores the batches of PUTs that have arrived now. Otherwise that happens at the end of this turn of the loop."""
     read_role: ReplicaReadRole
     transactions: TransactionalCommandProcessor
     counters: Counters
     slices: Slices
+    writes: Writes
     admission: Admission
     audit: Audit
     requests: RequestMemory

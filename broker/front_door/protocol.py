@@ -29,7 +29,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, cast
 
 from metamq.broker.front_door.acceptor import peer_is_gone
-from metamq.broker.front_door.audit import CHANGE, CLIENT_CHARS_MAX, COMMAND, LOGIN, REFUSED
+from metamq.broker.front_door.audit import CLIENT_CHARS_MAX, COMMAND, LOGIN, REFUSED
 from metamq.broker.front_door.authorisation import check
 from metamq.broker.front_door.connection_login import ConnectionLogin
 from metamq.broker.front_door.fetch_session import FetchSession
@@ -58,6 +58,8 @@ log = logging.getLogger("metamq.broker")
 
 AUDITED = frozenset({Command.SYNC, Command.PROMOTE})
 """Commands that change roles."""
+PUT, KEPT = int(Command.PUT), ConnectionFate.KEPT  # in the hot path: a member of an enumeration takes 80 ns
+WITH_BODY = frozenset({Command.PUT, Command.TX})
 FOR_OPERATORS = frozenset({Command.SYNC, Command.PROMOTE, Command.STATS, Command.BRANCHES})
 """The commands on kept connections, see metamq.broker.front_door.limits.admission."""
 HELLO_TIMEOUT_S = 10.0
@@ -87,11 +89,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """A request whose frame was large: it was counted when the frame began."""
         self._received_bytes = 0
         """Bytes since the last sweep."""
-        self._sent_bytes = 0
-        """Bytes sent as of the last sweep."""
-        self._sent_at = loop.time()
-        """The last sweep at which bytes had been sent since the one before, or none were left."""
-        self._unread = UnreadAnswers(door.answers, self)
+        self._unread = UnreadAnswers(door.answers, self, loop.time())
+        self._unsent: list[Buffer] = []  # small answers of this turn of the loop
         self._greeted_at = math.inf
         """The time of its HELLO; infinite before HELLO and after the first request."""
         self._place = ConnectionFate.SERVED
@@ -107,6 +106,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """The name of the client, by its certificate or its login; empty: security is off."""
         self.access = Access("", NO_RULES)
         """The rights of the client: none until its name is known."""
+        self.owner = ""
+        """The principal, or the IP address of a client that has none: the owner of the memory of its requests."""
         self._is_known = False
         self._user = ""
         """The name in the client's login: its principal, or the name of a token."""
@@ -138,6 +139,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._door.connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
         self._address = str(peer[0]) if isinstance(peer, tuple) else ""
+        self.owner = self.principal or self._address
         self._place = self._door.admission.enter(self._address)
         if self._place is ConnectionFate.CLOSED:
             self.abort()
@@ -152,9 +154,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._say_goodbye()
 
     def _hello_missing(self) -> None:
-        if self._place is ConnectionFate.KEPT and self._greeted_at == math.inf and self._connection.state in AT_WORK:
+        if self._place is KEPT and self._greeted_at == math.inf and self._connection.state in AT_WORK:
             return  # it has sent a request that kept connections may send
-        wanted = "HELLO" if self._place is not ConnectionFate.KEPT else "request of a kind with reserved connections"
+        wanted = "HELLO" if self._place is not KEPT else "request of a kind with reserved connections"
         if self._connection.state is ConnectionState.LOGIN:
             wanted = "login"
         log.info("%s sent no %s within %g s: closed", self.peer, wanted, HELLO_TIMEOUT_S)
@@ -170,7 +172,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                 if isinstance(event, Request):
                     self._suspect = False
                     self._greeted_at = math.inf
-                    if self._place is ConnectionFate.KEPT and event.command not in FOR_OPERATORS:
+                    if self._place is KEPT and event.command not in FOR_OPERATORS:
                         raise self._door.admission.refusal(self._address)
                     if self._link is not None and event.opaque == PUSHED:
                         self._link_received(event.unpacked())
@@ -231,9 +233,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if self.principal:
             client = self._connection.client[:CLIENT_CHARS_MAX]
             client += f" by {self._user}" if self._user != self.principal else ""
-            self._door.audit.record(LOGIN, self.principal, self.peer, client, allowed=True)
+            self.decided(client, LOGIN)
         self._take_rights()
-        if self._place is not ConnectionFate.KEPT:
+        if self._place is not KEPT:
             self._deadline.cancel()
         self._greeted_at = self._loop.time()
 
@@ -266,13 +268,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         what = f"{refusal.right} {refusal.resource}"
         self._door.audit.record(REFUSED, self.principal, self.peer, what, allowed=False)
 
-    def decided(self, what: str) -> None:
-        """Notes a command of an operator in the audit log."""
-        self._door.audit.record(COMMAND, self.principal, self.peer, what, allowed=True)
-
-    def changes(self, what: str) -> None:
-        """Notes a change of a topic, or of tokens, in the audit log."""
-        self._door.audit.record(CHANGE, self.principal, self.peer, what, allowed=True)
+    def decided(self, what: str, kind: str = COMMAND) -> None:
+        """Notes an allowed act in the audit log: a command of an operator unless `kind` is another."""
+        self._door.audit.record(kind, self.principal, self.peer, what, allowed=True)
 
     @property
     def has_token(self) -> bool:
@@ -283,11 +281,6 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def login_ends_s(self) -> float:
         """The end of the client's own login, in seconds since 1970; 0: it has none."""
         return self._login.expires_s if self._login is not None else 0.0
-
-    @property
-    def owner(self) -> str:
-        """The principal, or the IP address of a client that has none: the owner of the memory of its requests."""
-        return self.principal or self._address
 
     @property
     def who(self) -> str:
@@ -305,7 +298,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             return
         if is_done:
             self._user = self._login.user
-            self.principal = self._door.users.owner(self._user) or self._user
+            self.principal = self.owner = self._door.users.owner(self._user) or self._user
             self._is_open()
         if self._ended:  # its principal has too many connections
             return
@@ -326,6 +319,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             else:
                 self._handle(request)
         if self._broken is not None and not self._waiting and self._unpacking is None:
+            self._door.store_puts()
             log.warning("%s broke the protocol: %s", self.peer, self._broken)
             self._write(self._connection.refusal(self._broken))
             self._broken = None
@@ -374,8 +368,6 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _regulate(self) -> None:
         """Pauses or resumes reading."""
-        if self._transport is None or self._transport.is_closing():
-            return
         inflight_max = INFLIGHT_BYTES_MAX // 2 if self._reading_paused else INFLIGHT_BYTES_MAX
         pause = self._link is None and (
             not self._granted
@@ -385,25 +377,30 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             or self._inflight_bytes > inflight_max
             or (self._inflight_bytes > 0 and self._door.requests.scarce and not self._large_bytes)
         )
-        if pause and not self._reading_paused:
+        if pause is self._reading_paused or self._transport is None or self._transport.is_closing():
+            return
+        self._reading_paused = pause
+        if pause:
             self._suspect = False  # the client cannot make progress now
             self._transport.pause_reading()
-        elif self._reading_paused and not pause:
+        else:
             self._transport.resume_reading()
-        self._reading_paused = pause
 
     def _handle(self, request: Request) -> None:
+        if self._inflight_bytes and request.command != PUT:  # the requests of a connection begin in their order
+            self._door.store_puts()
         self._inflight_bytes += len(request.body)
-        self._throttle.take(REQUESTS, 1)
+        if self._throttle.meter is not None:
+            self._throttle.take(REQUESTS, 1)
+            if request is not self._paid:
+                self._throttle.take(WRITE_BYTES, len(request.body))
         if request is self._paid:
             self._paid = None
-        else:
-            self._throttle.take(WRITE_BYTES, len(request.body))
         try:
             self._processor_of(request)(request, self)
         except MetamqError as error:
             self.answer_error(request, error)
-            if self._place is ConnectionFate.KEPT and isinstance(error, NotAuthorized):
+            if self._place is KEPT and isinstance(error, NotAuthorized):
                 self._connection.close()
                 self._say_goodbye()
         except Exception as error:  # a bug here: the client gets an error, the others are served
@@ -415,7 +412,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if processor is None:
             known = ", ".join(f"{command} {Command(command).name}" for command in self._door.processors)
             raise ProtocolError(f"command {request.command} is not known to this broker", hint=f"It knows {known}.")
-        if request.body and request.command not in (Command.PUT, Command.TX):
+        if request.body and request.command not in WITH_BODY:
             raise ProtocolError(f"{Command(request.command).name} has no body, got {len(request.body):,} bytes")
         check(request.command, self.access)
         if request.command in AUDITED:
@@ -426,6 +423,13 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """Answers `request` unless the connection is closed."""
         self._done(request)
         self._write(self._connection.respond(request, header))
+
+    def answer_soon(self, request: Request, header: Any) -> None:
+        """Answers `request` at the end of this turn of the loop, together with other requests."""
+        self._done(request)
+        if not self._unsent:
+            self._door.writes.add(self)
+        self._unsent += self._connection.respond(request, header)
 
     def answer_error(self, request: Request, error: MetamqError) -> None:
         """Answers `request` with an error."""
@@ -485,19 +489,25 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._write(buffers)
         return sum(map(len, buffers))
 
+    def flush(self) -> None:
+        """Sends the answers of this turn."""
+        if self._unsent:
+            self._write([])
+
     def _write(self, buffers: list[Buffer]) -> None:
+        if self._unsent:
+            buffers, self._unsent = [b"".join(self._unsent), *buffers], []
         if self._transport is not None and not self._ended and not self._transport.is_closing():
             self._unread.wrote(sum(map(len, buffers)))
             if self._tls is None:
                 self._transport.writelines(buffers)
             else:
                 write_in_pieces(self._transport, buffers)
-            self.count_unread()
-            self._door.answers.keep_below_ceiling(self)
+            if self.count_unread():
+                self._door.answers.keep_below_ceiling(self)
 
     def count_unread(self) -> int:
-        """Returns the number of unread bytes, and passes it to the memory of answers. A slave's link has its own
-        limits."""
+        """Returns the number of unread bytes, and passes it to the memory of answers. A link has limits of its own."""
         is_open = self._transport is not None and not self._transport.is_closing()
         unread_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
         self._unread.count(unread_bytes, is_above_mark=not self._writable, is_held=is_open and self._link is None)
@@ -526,22 +536,19 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if self._transport is None or self._ended or self._connection.state is not ConnectionState.OPEN:
             return
         now = self._loop.time()
-        unsent_bytes = self.count_unread()
-        sent_bytes = self._unread.written_bytes - unsent_bytes
-        reads = sent_bytes > self._sent_bytes or not unsent_bytes
-        if reads:
-            self._sent_at = now
+        unread_bytes = self.count_unread()
+        reads = self._unread.reads(now)
         if not self._writable:
             stalled = not reads and (self._large_bytes > 0 or bool(self._waiting) or self._door.answers.is_scarce)
         else:
             stalled = self._connection.in_frame and not self._reading_paused and self._received_bytes < STALL_BYTES
-        self._received_bytes, self._sent_bytes = 0, sent_bytes
+        self._received_bytes = 0
         if self._reading_paused and not self._transport.is_closing() and peer_is_gone(self._transport):
             self.abort()
         elif stalled and self._suspect:
             self._drop("has left a request incomplete, or an answer unread, and does not continue")
-        elif now - self._sent_at > self._door.timeouts.unread_s:
-            self._drop(f"has left {unsent_bytes:,} bytes unread for {now - self._sent_at:.0f} s")
+        elif now - self._unread.read_at > self._door.timeouts.unread_s:
+            self._drop(f"has left {unread_bytes:,} bytes unread for {now - self._unread.read_at:.0f} s")
         elif self._door.timeouts.idle_s and now - self._greeted_at > self._door.timeouts.idle_s:
             self._drop(f"has sent no request in {now - self._greeted_at:.0f} s")
         self._suspect = stalled
@@ -578,6 +585,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Closes the connection when all written bytes are sent."""
+        self.flush()
         if self._transport is not None:
             self._transport.close()
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from metamq.broker.front_door.protocol import BrokerProtocol
     from metamq.broker.roles.role import ReplicaStatus
     from metamq.broker.transactions.term import Figures
-    from metamq.wire.batch import BatchHeader
     from metamq.wire.commands import GetResult
     from metamq.wire.connection import Request
 
@@ -49,14 +48,11 @@ class Counters:
         self.delayed_ms: dict[str, int] = defaultdict(int)
         """By principal: the waits of its connections for its quota."""
 
-    def appended(self, topic: str, header: BatchHeader, repeated: bool) -> None:
-        """Counts a stored batch, or a batch that came again."""
-        if repeated:
-            self.repeats += 1
-            return
-        self.messages_in[topic] += header.count
-        self.bytes_in[topic] += header.size
-        self.batches_in[topic] += 1
+    def appended(self, topic: str, batches: int, messages: int, size: int) -> None:
+        """Counts stored batches, and their messages and bytes."""
+        self.messages_in[topic] += messages
+        self.bytes_in[topic] += size
+        self.batches_in[topic] += batches
 
     def fetched(self, results: list[GetResult]) -> None:
         """Counts an answered GET."""

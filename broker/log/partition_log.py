@@ -5,7 +5,7 @@ Theory of operation
 The log is a sequence of segments. The last one is active: batches are appended to it until the next one would make it
 too large. The others never change. metamq.broker.log.durable explains the marks that move along the log, and flushes.
 
-*Append* is the hot path and does only the minimum: stamp the broker part in place, one pwrite, then a few additions.
+*Append* is the hot path and does only the minimum: stamp the broker parts in place, one pwrite, then a few additions.
 Memory changes only after the write is complete. Bytes of a failed write are behind the end: recovery cuts them off.
 
 *A replica that copies* appends the batches that its master stamped, byte for byte: the same batches at the same
@@ -129,46 +129,37 @@ class PartitionLog(DurableLog):
         producers = self._producers if self._producers is not None else self._load_producers()
         return producers.check(self.name, header.producer_id, header.sequence, header.count)
 
-    def append(self, batch: memoryview, header: BatchHeader, *, epoch: int, batch_id: int, now_us: int) -> int:
-        """Stamps the batch in place and writes it; returns its base offset.
+    def append(
+        self, batches: memoryview, headers: Sequence[BatchHeader], *, epoch: int, batch_id: int, now_us: int
+    ) -> int:
+        """Stamps batches in place and appends them by one write, all or none; returns the base offset of the first.
 
-        `batch` is one whole batch, writable; `header` is its header. The caller has checked it and its sequence number.
-        Raises Fenced if the log has batches of a later epoch; StorageError if the disk fails, now or earlier;
-        CorruptData; ClosedError.
+        `batches` are whole batches, back to back and writable, with ids from `batch_id` on. The caller has checked them
+        and their sequence numbers. Raises Fenced if the log has batches of a later epoch; StorageError if the disk
+        fails, now or earlier; CorruptData; ClosedError.
         """
         if not self._writing:
             self._begin_writing()
         begins = epoch != self._epoch
         if begins and epoch < (last := self.epochs().last):
             raise Fenced(f"epoch {epoch} of {self.name}", f"the log already has batches of epoch {last}")
-        size = header.size
         segment = self._store.segments[-1]
-        if segment.size_bytes and segment.size_bytes + size > self._config.segment_bytes:
+        if segment.size_bytes and segment.size_bytes + len(batches) > self._config.segment_bytes:
             segment = self._roll()
-        position, offset = self.end_position, self.end_offset
-        unflushed = position - self.flushed_position
-        stamp(
-            batch, 0, epoch=epoch, base_offset=offset, batch_id=batch_id, append_time_us=now_us,
-            unflushed_bytes=unflushed,
-        )  # fmt: skip
-        try:
-            self._files.write(segment.path, batch, segment.size_bytes)
-        except OSError as error:
-            raise self._not_written(segment, error) from error
-        segment.size_bytes += size
-        index, producers = segment.index, self._producers
-        assert index is not None
-        assert producers is not None
-        index.add(size, header.count, header.max_timestamp_us, now_us, self._config.index_interval_bytes)
-        if header.producer_id:
-            producers.record(header.producer_id, header.sequence, offset, header.count, now_us)
-        self.end_position = position + size
-        self.end_offset = offset + header.count
-        self.last_append_us = now_us
+        position, first = self.end_position, self.end_offset
+        unflushed, offset, at = position - self.flushed_position, first, 0
+        for number, header in enumerate(headers):
+            stamp(
+                batches, at, epoch=epoch, base_offset=offset, batch_id=batch_id + number, append_time_us=now_us,
+                unflushed_bytes=unflushed + at,
+            )  # fmt: skip
+            at += header.size
+            offset += header.count
+        self._write(segment, batches, headers, now_us)
         if begins:
-            self._begin_epoch(epoch, offset, position)
+            self._begin_epoch(epoch, first, position)
         self._advance_stable()
-        return offset
+        return first
 
     def append_replicated(self, batches: memoryview, position: int) -> None:
         """Appends whole batches of the master's log, byte for byte. `position` must be the end of the log here.
@@ -195,25 +186,34 @@ class PartitionLog(DurableLog):
                 self._roll()
 
     def _write_replicated(self, segment: Segment, batches: memoryview, headers: list[BatchHeader]) -> None:
+        position = self.end_position
+        self._write(segment, batches, headers)
+        epochs = self.epochs()
+        for header in headers:
+            epochs = epochs.add(header.epoch, header.base_offset, position)
+            position += header.size
+        self._change_epochs(epochs)
+        self._advance_stable()
+
+    def _write(
+        self, segment: Segment, batches: memoryview, headers: Sequence[BatchHeader], now_us: int | None = None
+    ) -> None:
+        """Writes batches behind the end. `now_us`: their append time, unless their headers have it."""
         try:
             self._files.write(segment.path, batches, segment.size_bytes)
         except OSError as error:
             raise self._not_written(segment, error) from error
         segment.size_bytes += len(batches)
-        index, producers, epochs, position = segment.index, self._producers, self.epochs(), self.end_position
+        index, producers = segment.index, self._producers
         assert index is not None
         assert producers is not None
         for header in headers:
-            time_us = header.append_time_us
+            time_us = self.last_append_us = header.append_time_us if now_us is None else now_us
             index.add(header.size, header.count, header.max_timestamp_us, time_us, self._config.index_interval_bytes)
             if header.producer_id:
-                producers.record(header.producer_id, header.sequence, header.base_offset, header.count, time_us)
-            epochs = epochs.add(header.epoch, header.base_offset, position)
-            position += header.size
-        self.end_offset, self.end_position = headers[-1].end_offset, position
-        self.last_append_us = headers[-1].append_time_us
-        self._change_epochs(epochs)
-        self._advance_stable()
+                producers.record(header.producer_id, header.sequence, self.end_offset, header.count, time_us)
+            self.end_offset += header.count
+        self.end_position = segment.end_position
 
     def _begin_writing(self) -> None:
         """Prepares for the first append after an open, a truncate or a failure."""

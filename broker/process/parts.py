@@ -12,7 +12,7 @@ from metamq.broker.data.partition import BatchIds
 from metamq.broker.data.scrubber import Scrubber
 from metamq.broker.delays.forwarder import DelayForwarder
 from metamq.broker.front_door.administration import AdministrationProcessor
-from metamq.broker.front_door.appends import Appends, PutProcessor, TxProcessor
+from metamq.broker.front_door.appends import Appends, TxProcessor
 from metamq.broker.front_door.door import FrontDoor, Processor, Timeouts
 from metamq.broker.front_door.fetch_session import ReplicaReadRole
 from metamq.broker.front_door.limits.admission import Admission
@@ -20,7 +20,9 @@ from metamq.broker.front_door.limits.answer_memory import AnswerMemory
 from metamq.broker.front_door.limits.request_memory import RequestMemory
 from metamq.broker.front_door.limits.slices import Slices
 from metamq.broker.front_door.look_ups import LookUps
+from metamq.broker.front_door.puts import PutProcessor
 from metamq.broker.front_door.statistics import Counters, StatsProcessor
+from metamq.broker.front_door.writes import Writes
 from metamq.broker.process.group_expiry import GroupExpiry
 from metamq.broker.process.group_lag import GroupLagReader
 from metamq.broker.process.housekeeping import Housekeeping
@@ -100,7 +102,7 @@ def make_parts(
     failed: Callable[[MetamqError], None],
 ) -> BrokerParts:
     """Makes the parts. The replica has no role yet. `check` and `failed`: see RoleKeeper."""
-    status, ids, counters, slices = ReplicaStatus(config.id), BatchIds(0), Counters(), Slices()
+    status, ids, counters, slices, writes = ReplicaStatus(config.id), BatchIds(0), Counters(), Slices(), Writes()
     appends = Appends(
         status, folder, topics, flusher, ids, counters,
         batch_bytes_max=BATCH_BYTES_MAX, promised_bytes=lambda: transactions.figures.promised_bytes,
@@ -119,9 +121,10 @@ def make_parts(
         status, folder, topics, ids, counters, replication=keeper.statistics, delayed=lambda: delays.figures,
         transactions=lambda: transactions.figures, scrub=scrubber.statistics,
     )  # fmt: skip
+    puts = PutProcessor(appends, flusher, writes, failed)
     administration = AdministrationProcessor(status, keeper, store, session, users)
     table: dict[int, Processor] = {
-        Command.PUT: PutProcessor(appends, flusher, failed).put,
+        Command.PUT: puts.put,
         Command.GET: lambda request, connection: connection.fetches.get(request),
         Command.OFFSETS: LookUps(topics, read_role, scrubber.report, slices, config.search_timeout_s).offsets,
         Command.STATS: stats.stats,
@@ -133,7 +136,7 @@ def make_parts(
         Command.DELEGATE: administration.delegate,
     }
     door = FrontDoor(
-        table, read_role, transactions, counters, slices,
+        table, puts.store, read_role, transactions, counters, slices, writes,
         Admission(connections_max, config.connections_per_address_max, config.connections_per_principal_max), audit,
         RequestMemory(config.request_memory_bytes), AnswerMemory(config.answer_memory_bytes),
         Timeouts(config.unread_timeout_s, config.idle_timeout_s), lambda: greeting(config.id, ids.epoch), users,

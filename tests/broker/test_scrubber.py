@@ -187,7 +187,7 @@ def test_without_descriptors_the_scrub_waits_and_says_so_once(
         ids, sizes = BatchIds(1), 0
         for partition in topics.partitions():
             batch = memoryview(encode([bytes(100)], base_timestamp_us=0))
-            partition.append(batch, read_header(batch), ids)
+            partition.append(batch, [read_header(batch)], ids)
             partition.log._flush_now()
             sizes += len(batch)
         scrubber = Scrubber(topics, BrokerConfig(), lambda partition, error: None)

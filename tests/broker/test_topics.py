@@ -188,7 +188,7 @@ def test_many_logs_wait_for_the_disk_together_when_they_close(tmp_path: Path) ->
         await topics.apply({"t": config}, {})
         for partition in topics.partitions():
             batch = encode([b"value"], base_timestamp_us=0)
-            partition.log.append(memoryview(batch), read_header(batch), epoch=1, batch_id=1, now_us=1)
+            partition.log.append(memoryview(batch), [read_header(batch)], epoch=1, batch_id=1, now_us=1)
         order.clear()
         assert topics.close(ClosedError("broker"))
         assert order.index("disk") == len(order) - 1

@@ -410,7 +410,7 @@ class World:
                 raise DiskFull("/data", 1, 2)
             if decode(memoryview(body), header).values.tolist()[0].startswith(b"never"):
                 raise MessageTooLarge("a message", 2, 1)
-            appended = self.partition.append(memoryview(body), header, self.ids)
+            appended = (at := self.partition).stored_before(header) or at.append(memoryview(body), [header], self.ids)
         except MetamqError as error:
             number, fields = status.encode_error(error)
             return [number, -1, -1, fields]

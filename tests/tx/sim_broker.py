@@ -199,7 +199,7 @@ class Replica:
 
     def append(self, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None) -> int:
         position = partition.log.end_position
-        found = partition.append(batch, header, self.ids, batch_id)
+        found = partition.append(batch, [header], self.ids, batch_id)
         self.appended(partition, bytes(batch), position)
         return found.end_offset
 

@@ -104,18 +104,32 @@ class AnswerMemory:
 class UnreadAnswers:
     """The unread bytes of one connection, as the memory of all answers counts them."""
 
-    def __init__(self, memory: AnswerMemory, holder: AnswerHolder) -> None:
+    def __init__(self, memory: AnswerMemory, holder: AnswerHolder, now: float) -> None:
         self.written_bytes = 0
+        self.read_at = now
+        """The last time at which reads() was True."""
+        self._seen_bytes = 0
+        """Bytes that the client had read at the last call of reads()."""
         self._memory = memory
         self._holder = holder
         self._counted_bytes = 0
         """Bytes that the budget counts for this connection."""
+        self._has_unread = False
+        """True if bytes were unread at the last count."""
         self._read_bytes = 0
         """Bytes that the client had read at the last count."""
         self._answer_bytes = 0
         """The size of the last answer."""
         self._empty_at_bytes = 0
         """Bytes written at the last count at which all of them were read."""
+
+    def reads(self, now: float) -> bool:
+        """True if the client has read something since the last call, or has nothing to read."""
+        reads = self._read_bytes > self._seen_bytes or self._read_bytes == self.written_bytes
+        if reads:
+            self.read_at = now
+        self._seen_bytes = self._read_bytes
+        return reads
 
     def wrote(self, size: int) -> None:
         """Notes an answer."""
@@ -128,6 +142,10 @@ class UnreadAnswers:
         The budget counts bytes in buffers above the mark. The ceiling counts all answers with unread bytes, of
         connections that are `held`.
         """
+        if not unread_bytes and not self._has_unread:  # the usual case
+            self._empty_at_bytes = self._read_bytes = self.written_bytes
+            return
+        self._has_unread = unread_bytes > 0
         counted_bytes = unread_bytes if is_above_mark else 0
         self._memory.changed(self._counted_bytes, counted_bytes)
         self._counted_bytes = counted_bytes

@@ -60,6 +60,8 @@ class Slices:
 
     def of(self, owner: SliceOwner) -> int:
         """Returns the number of unfinished requests of one connection."""
+        if not self._queues and not self._paused:
+            return 0
         return len(self._queues.get(owner, ())) + len(self._paused.get(owner, ()))
 
     def add(self, owner: SliceOwner, work: SlicedWork) -> None:

@@ -53,7 +53,7 @@ class Scene:
         self.partition = master.partition
         for _ in range(CHUNKS):
             batch = memoryview(encode([bytes(FRAME_BYTES * 3 // 4)], base_timestamp_us=1))
-            self.partition.append(batch, read_header(batch, 0), master.ids)
+            self.partition.append(batch, [read_header(batch, 0)], master.ids)
         disk.is_cold = True
         self.slave = Copying(master.service)
         self.slave.attach()

@@ -81,7 +81,7 @@ def test_thousands_of_cuts_leave_the_loop_to_others_and_what_comes_behind_them_w
         for partition in partitions:
             for _ in range(BATCHES):
                 batch = a_batch()
-                partition.append(batch, read_header(batch, 0), ids)
+                partition.append(batch, [read_header(batch, 0)], ids)
         end = partitions[0].log.end_position
         client = HAClient(
             lambda: REGISTRATION, topics, Flusher(fails), learner=False, security=None, generation=lambda: 1,

@@ -109,7 +109,7 @@ class Master:
         assert isinstance(partition, Partition)
         batch = memoryview(encode([b"value"], base_timestamp_us=1))
         position = partition.log.end_position
-        partition.append(batch, read_header(batch, 0), self.ids)
+        partition.append(batch, [read_header(batch, 0)], self.ids)
         self.service.appended(partition, batch, position, partition.log.end_offset)
 
     @property

@@ -147,7 +147,7 @@ class Reader:
     def append(self, count: int) -> None:
         for _ in range(count):
             batch = memoryview(encode([b"v"], base_timestamp_us=1))
-            self.partition.append(batch, read_header(batch, 0), self.ids)
+            self.partition.append(batch, [read_header(batch, 0)], self.ids)
 
     def polls(self, offset: int, wait_ms: int) -> None:
         """Opens the partition, with a message of this epoch read last."""

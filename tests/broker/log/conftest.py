@@ -83,7 +83,7 @@ class Shelf:
     ) -> int:
         batch, header = self.batch(values, **fields)  # type: ignore[arg-type]
         self.batch_ids += 1
-        return log.append(batch, header, epoch=epoch, batch_id=self.batch_ids, now_us=now_us)
+        return log.append(batch, [header], epoch=epoch, batch_id=self.batch_ids, now_us=now_us)
 
     def flush(self, log: PartitionLog) -> bool:
         """Whether there was something to flush."""

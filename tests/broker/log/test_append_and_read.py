@@ -167,15 +167,49 @@ def test_flush_before_ack_shows_only_what_is_on_the_disk(shelf: Any, before_ack:
     log.close()
 
 
+@pytest.mark.parametrize("crash", [False, True])
+def test_batches_of_one_write_are_stored_like_others(shelf: Any, tmp_path: Path, crash: bool) -> None:
+    """The same bytes, index and producer states as by one write each."""
+    one_by_one, choice = type(shelf)(tmp_path / "one by one"), random.Random(3)
+    config = LogConfig(segment_bytes=1 << 20, index_interval_bytes=300)
+    logs = shelf.open(config), one_by_one.open(config)
+    batch_id = 0
+    for turn in range(40):
+        fields = [{"producer_id": 1 + number, "sequence": turn} for number in range(choice.randrange(1, 9))]
+        pairs = [shelf.batch([choice.randbytes(50)], **one) for one in fields]
+        data = b"".join(bytes(batch) for batch, _header in pairs)
+        offset = logs[0].append(
+            memoryview(bytearray(data)), [header for _batch, header in pairs], epoch=1, batch_id=batch_id, now_us=turn
+        )
+        assert offset == logs[1].end_offset
+        for number, (batch, header) in enumerate(pairs):
+            logs[1].append(batch, [header], epoch=1, batch_id=batch_id + number, now_us=turn)
+        batch_id += len(pairs)
+        if choice.random() < 0.2:
+            shelf.flush(logs[0])
+            one_by_one.flush(logs[1])
+    contents = [[Path(segment.path).read_bytes() for segment in log.segments()] for log in logs]
+    assert contents[0] == contents[1]
+    for log in logs:
+        log.close(clean=not crash)
+    for name in ("*.index", "*.producers"):
+        files = [sorted(one.folder.glob(name)) for one in (shelf, one_by_one)]
+        assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+    again = [shelf.open(config), one_by_one.open(config)]
+    assert shelf.read_all(again[0]) == shelf.read_all(again[1])
+    for log in again:
+        log.close()
+
+
 def test_stored_headers(shelf: Any) -> None:
     log = shelf.open()
     batch, header = shelf.batch([b"a", b"b"])
-    log.append(batch, header, epoch=7, batch_id=99, now_us=1234)
+    log.append(batch, [header], epoch=7, batch_id=99, now_us=1234)
     shelf.flush(log)
     batch, header = shelf.batch([b"c"])
-    log.append(batch, header, epoch=8, batch_id=100, now_us=1235)
+    log.append(batch, [header], epoch=8, batch_id=100, now_us=1235)
     batch, header = shelf.batch([b"d"])
-    log.append(batch, header, epoch=8, batch_id=101, now_us=1236)
+    log.append(batch, [header], epoch=8, batch_id=101, now_us=1236)
     stored = [header for _at, header in walk(memoryview(log.read(0, 1000).data))]
     assert [(h.epoch, h.batch_id, h.base_offset, h.append_time_us) for h in stored] == [
         (7, 99, 0, 1234),

@@ -24,7 +24,7 @@ log = PartitionLog.open(sys.argv[1], "flights/0-0", LogConfig(segment_bytes=20_0
                         FileCache(3), now_us=0)
 for number in range(log.end_offset, 10**9):
     batch = encode([b"value %d" % number], base_timestamp_us=number, producer_id=7, sequence=number)
-    log.append(memoryview(batch), read_header(batch), epoch=1, batch_id=number, now_us=number)
+    log.append(memoryview(batch), [read_header(batch)], epoch=1, batch_id=number, now_us=number)
     if number % 50 == 0:
         ticket = log.start_flush()
         ticket.sync()
@@ -72,7 +72,7 @@ log = PartitionLog.open(sys.argv[1], "flights/0-0", LogConfig(), FileCache(3), n
 try:
     for number in range(1000):
         batch = encode([b"value %d" % number * 10], base_timestamp_us=number)
-        log.append(memoryview(batch), read_header(batch), epoch=1, batch_id=number, now_us=number)
+        log.append(memoryview(batch), [read_header(batch)], epoch=1, batch_id=number, now_us=number)
 except StorageError as error:
     print(number, error)
 assert log.end_offset == number

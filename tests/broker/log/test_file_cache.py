@@ -30,7 +30,7 @@ def test_two_hundred_partitions_within_sixteen_descriptors(tmp_path: Path) -> No
     for _ in range(2000):
         log = choice.choice(logs)
         batch = encode([log.name.encode() * 9], base_timestamp_us=0)
-        log.append(memoryview(batch), read_header(batch), epoch=1, batch_id=1, now_us=0)
+        log.append(memoryview(batch), [read_header(batch)], epoch=1, batch_id=1, now_us=0)
         other = choice.choice(logs)
         if other.end_offset:
             piece = other.read(choice.randrange(other.end_offset), 500)

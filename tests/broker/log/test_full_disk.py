@@ -99,6 +99,35 @@ def test_a_master_without_room(shelf: Shelf, kind: str) -> None:
     assert isinstance(again.check_producer(read_header(batch)), Duplicate)
 
 
+def test_batches_of_one_write_are_stored_together_or_not_at_all(shelf: Shelf) -> None:
+    """The disk takes a part of them."""
+    room = [1 << 20]
+
+    def write(fd: int, data: Any, at: int) -> int:
+        part = memoryview(data)[: room[0]]
+        if len(data) and not part:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= len(part)
+        return os.pwrite(fd, part, at)
+
+    log = shelf.open(files=FileCache(8, write=write, sync=lambda fd: None))
+    shelf.append(log, [b"first"])
+    end = log.end_position
+    pairs = [shelf.batch([b"value %d" % number], producer_id=1 + number) for number in range(3)]
+    batches, headers = memoryview(bytearray().join(batch for batch, _ in pairs)), [header for _, header in pairs]
+    room[0] = 2 * headers[0].size
+    with pytest.raises(DiskFull):
+        log.append(batches, headers, epoch=1, batch_id=2, now_us=0)
+    assert (log.end_offset, log.end_position, shelf.read_all(log)) == (1, end, [b"first"])
+    assert os.path.getsize(log.segments()[-1].path) == end
+    assert not any(isinstance(log.check_producer(header), Duplicate) for header in headers)
+    room[0] = 1 << 20
+    assert log.append(batches, headers, epoch=1, batch_id=2, now_us=0) == 1
+    assert shelf.read_all(log) == [b"first", b"value 0", b"value 1", b"value 2"]
+    assert all(isinstance(log.check_producer(header), Duplicate) for header in headers)
+    log.close()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crash_on_a_full_disk_loses_nothing_that_was_flushed(shelf: Shelf, kind: str) -> None:
     files = FullFiles()

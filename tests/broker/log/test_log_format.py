@@ -25,7 +25,7 @@ def example(name: str) -> bytes:
 def write_the_example(shelf: Any) -> None:
     log = shelf.open(LogConfig())
     batch, header = shelf.batch([b"UA 1545", b"AA 1141"], base_timestamp_us=SENT_US, producer_id=7)
-    log.append(batch, header, epoch=3, batch_id=make_batch_id(3, 1), now_us=SENT_US + 250_000)
+    log.append(batch, [header], epoch=3, batch_id=make_batch_id(3, 1), now_us=SENT_US + 250_000)
     shelf.checkpoint(log)
     log.close(clean=False)
 

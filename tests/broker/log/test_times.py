@@ -27,7 +27,7 @@ BIG_COUNT = 1 << 20
 
 def append(log: Any, batch: bytearray) -> None:
     header = layout.read_header(batch)
-    log.append(memoryview(batch), header, epoch=1, batch_id=layout.make_batch_id(1, log.end_offset), now_us=0)
+    log.append(memoryview(batch), [header], epoch=1, batch_id=layout.make_batch_id(1, log.end_offset), now_us=0)
 
 
 def lying(max_timestamp_us: int, timestamps_us: list[int]) -> bytearray:
