@@ -7,7 +7,7 @@
     ./dev bench --only scan --gigabytes 10
                                 the memory of a scan, with a topic of this size; it needs as much disk space
     ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; others of this kind are
-                                rolling, security, disk and cores
+                                rolling, security, disk, cores and puts
     ./dev bench --only scale --brokers 100 --partitions 20000 --consumers 40
                                 a simulation of a cluster of this size on ZooKeeper, without data; it takes minutes
 
@@ -53,7 +53,7 @@ PARTS = (
     "throughput", "latency", "lifecycle", "partitions", "rebalance", "replication", "transactions", "scan", "console",
     "spark",
 )  # fmt: skip
-LONG_PARTS = ("failover", "rolling", "security", "disk", "cores", "scale")
+LONG_PARTS = ("failover", "rolling", "security", "disk", "cores", "puts", "scale")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
 ENOUGH_FSYNCS = 1250
@@ -199,6 +199,13 @@ def run_cores(rounds: int) -> dict[str, Any]:
     return cores.measure(rounds, say)
 
 
+def run_puts(rounds: int) -> dict[str, Any]:
+    """Measures a broker's processor time for small requests, beside echo servers."""
+    import puts
+
+    return puts.measure(rounds, say)
+
+
 def run_scale(rounds: int, sizes: scale.Sizes) -> dict[str, Any]:
     """Simulates a large cluster on ZooKeeper."""
     return scale.measure(sizes, say)
@@ -312,6 +319,13 @@ class Targets:
         self.at_least("small PUTs, two processes / one, by processor time", measured["put"]["possible_ratio"], 1.8)
         self.at_least("large fetches, two processes / one, by processor time", measured["fetch"]["possible_ratio"], 1.6)
 
+    def puts(self, measured: dict[str, Any]) -> None:
+        for row in measured["rows"]:
+            connections, window = row["connections"], row["window"]
+            if row["server"] in ("alone", "async", "sync") and row["messages"] == 1 and connections * window > 1:
+                what = f"{row['server']}, connections x under way {connections:,} x {window}"
+                self.at_least(f"PUTs a second of a core, {what}", 1e6 / row["us"], 20_000)
+
     def scale(self, measured: dict[str, Any]) -> None:
         """It has no targets: the figures depend on the sizes."""
 
@@ -396,6 +410,7 @@ def main() -> int:
         "security": run_security,
         "disk": run_disk,
         "cores": run_cores,
+        "puts": run_puts,
         "scale": partial(run_scale, sizes=_sizes(arguments)),
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}

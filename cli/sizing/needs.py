@@ -2,8 +2,8 @@
 
 The model, for one broker id, whose master uses one core:
 
-    processor     requests × request_us + bytes × (produce + groups × consume + slaves × replicate)
-    requests      the producers' requests, and as many answers to each group
+    processor     requests × (request_us + groups × answer_us)
+                  + bytes × (produce + groups × consume + slaves × replicate)
     memory        broker_mb + partitions × partition_kb + connections × connection_kb
     disk          bytes a second × seconds of retention, and a quarter more
 
@@ -165,10 +165,10 @@ def sized(load: Workload) -> SizedCluster:
 
 def _processor_s(load: Workload) -> float:
     """The seconds of a processor that all masters need in each second."""
-    requests = load.rate / load.batch * (1 + load.groups)
+    request_us = measured("request_us") + load.groups * measured("answer_us")
     per_gb = measured("produce_s_per_gb") + load.groups * measured("consume_s_per_gb")
     per_gb += (load.replicas - 1) * measured("replicate_s_per_gb")
-    return requests * measured("request_us") / 1e6 + load.bytes_per_s / 1e9 * per_gb
+    return load.rate / load.batch * request_us / 1e6 + load.bytes_per_s / 1e9 * per_gb
 
 
 def _broker(load: Workload, broker_ids: int) -> BrokerNeeds:
