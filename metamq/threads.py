@@ -1,4 +1,4 @@
-"""Starts threads, one or a whole pool. Raises TooManyThreads if the system allows no more threads."""
+"""Starts threads, one or a whole pool, and gives a thread memory for a moment."""
 
 from __future__ import annotations
 
@@ -29,3 +29,17 @@ def start_pool(threads: int, name: str) -> ThreadPoolExecutor:
         raise TooManyThreads(name) from error
     all_run.wait()
     return pool
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.buffers: dict[int, bytearray] = {}
+
+
+_scratch = _Scratch()
+
+
+def scratch(size: int) -> bytearray:
+    """Returns memory of this size, the same one at each call in a thread. Its content is undefined."""
+    found = _scratch.buffers.get(size)
+    return found if found is not None else _scratch.buffers.setdefault(size, bytearray(size))

@@ -267,34 +267,8 @@ def _state_of(files: TlsFiles) -> _State:
     return tuple(found)
 
 
-NO_TLS = "it does not speak TLS", "If security is off at the broker, unset METAMQ_SECURITY_CA and METAMQ_SECURITY_DIR."
-ENDED = (
-    "it closed the connection in the TLS handshake",
-    "It may reject this client's certificate, or its version of TLS: the broker's log has the reason.",
-)
-"""A broker cannot send the reason: TLS 1.3 verifies a client's certificate after the client's end is done."""
-_REASONS = {
-    "WRONG_VERSION_NUMBER": NO_TLS,
-    "HTTP_REQUEST": NO_TLS,
-    "UNEXPECTED_EOF_WHILE_READING": ENDED,
-    "UNSUPPORTED_PROTOCOL": ("it does not speak TLS 1.3", ""),
-}
-
-
 def principal_of(tls: ssl.SSLObject | ssl.SSLSocket | None) -> str:
     """Returns the name in the client's verified certificate; empty if it has no certificate."""
     certificate: dict[str, Any] = (tls.getpeercert() if tls is not None else None) or {}
     names = [str(value) for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
     return names[0] if names else ""
-
-
-def tls_reason(error: ssl.SSLError) -> tuple[str, str]:
-    """Returns the reason why a handshake failed, as a part of a sentence about the other side, and the next step."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        problem = error.verify_message.rstrip(".")
-        hint = "Compare METAMQ_SECURITY_CA with the authority of the broker, and the host with its certificate's hosts."
-        return f"its certificate is rejected: {problem[:1].lower()}{problem[1:]}", hint
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return ENDED
-    known = _REASONS.get(error.reason or "")
-    return known or (f"the TLS handshake failed: {(error.reason or str(error)).replace('_', ' ').lower()}", "")

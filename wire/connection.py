@@ -33,7 +33,7 @@ from metamq.errors import (
 )
 from metamq.wire import status
 from metamq.wire.commands import Authenticate, Authenticated, Command, Delay, Hello, HelloReply
-from metamq.wire.frames import Buffer, Frame, FrameReader, Packed, encode_frame
+from metamq.wire.frames import Buffer, Frame, FrameReader, Packed, Scratch, encode_frame
 from metamq.wire.headers import unpack
 from metamq.wire.limits import (
     ANSWER_HEADER_BYTES_MAX,
@@ -130,8 +130,16 @@ class Greeted(NamedTuple):
 class ClientConnection:
     """The client's end. `greeting` is the broker's HelloReply, None before it."""
 
-    def __init__(self, address: str, client: str, allocate: Callable[[int], bytearray] = bytearray) -> None:
-        """`allocate` returns memory for a large frame: see FrameReader."""
+    def __init__(
+        self,
+        address: str,
+        client: str,
+        allocate: Callable[[int], bytearray] = bytearray,
+        *,
+        scratch: Scratch | None = None,
+    ) -> None:
+        """`allocate` returns memory for a large frame, and `scratch` saves that of an idle connection: see
+        FrameReader."""
         self.state = ConnectionState.GREETING
         self.login: Callable[[], Login | None] = lambda: None
         """Returns the login if the broker asks for one, or None if this client has no user."""
@@ -150,6 +158,7 @@ class ClientConnection:
         self._reader = FrameReader(
             frame_bytes_max=HELLO_BYTES_MAX,
             header_bytes_max=ANSWER_HEADER_BYTES_MAX,
+            scratch=scratch,
             initial_bytes=INITIAL_BYTES,
             allocate=allocate,
         )
@@ -312,10 +321,18 @@ def _version(fields: dict[str, Any], name: str) -> int:
 class ServerConnection:
     """The broker's end. `client` is the name that the client gave."""
 
-    def __init__(self, peer: str, greeting: HelloReply, allocate: Callable[[int], bytearray] = bytearray) -> None:
+    def __init__(
+        self,
+        peer: str,
+        greeting: HelloReply,
+        allocate: Callable[[int], bytearray] = bytearray,
+        *,
+        scratch: Scratch | None = None,
+    ) -> None:
         """`greeting.version` is the highest supported version; HELLO may choose a lower one.
 
-        `allocate` returns memory for a large frame: see FrameReader.
+        `allocate` returns memory for a large frame, and `scratch` saves that of an idle connection: see
+        FrameReader.
         """
         self.state = ConnectionState.GREETING
         self.peer = peer
@@ -326,6 +343,7 @@ class ServerConnection:
         self._reader = FrameReader(
             frame_bytes_max=HELLO_BYTES_MAX,
             buffer_bytes=16 * 1024,
+            scratch=scratch,
             initial_bytes=INITIAL_BYTES,
             unpacked_bytes_max=UNPACKED_BYTES_MAX,
             allocate=allocate,

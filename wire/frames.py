@@ -12,12 +12,13 @@
 All integers are little-endian. Requests may be answered in any order.
 
 `FrameReader` turns received bytes into frames. It provides the memory to receive into, so that the kernel writes a
-large body only once. Small frames share one buffer. A large frame gets its own when its second piece is requested. The
-frame's length is only the peer's claim, so the size of this memory is limited by the peer's credit: 64 KiB for an
-unknown peer, then the size of its largest frame so far, up to `initial_bytes`. The memory of a larger frame grows
-fourfold with the bytes that have arrived, or up to eightfold if that is the whole frame. So at worst a sixth of it is
-copied again. Growing copies into new memory: extending a bytearray in place cost twenty times as much in a measurement.
-A client trusts its broker with a whole frame: see trust().
+large body only once. Small frames share one buffer, and readers of a thread may share theirs: an idle connection then
+needs none. A large frame gets its own when its second piece is requested. The frame's length is only the peer's claim,
+so the size of this memory is limited by the peer's credit: 64 KiB for an unknown peer, then the size of its largest
+frame so far, up to `initial_bytes`. The memory of a larger frame grows fourfold with the bytes that have arrived, or up
+to eightfold if that is the whole frame. So at worst a sixth of it is copied again. Growing copies into new memory:
+extending a bytearray in place cost twenty times as much in a measurement. A client trusts its broker with a whole
+frame: see trust().
 
 A header is unpacked only if this cannot cost more than a small multiple of its size: msgpack allocates the elements
 that an array announces before it has seen any of them, again at each level of nesting.
@@ -65,6 +66,10 @@ class Packed(NamedTuple):
             raise ProtocolError(
                 f"the header of a frame (command {self.command}) is not msgpack: {reason:.200}"
             ) from error
+
+
+Scratch = Callable[[int], bytearray]
+"""Returns memory of this size, the same one at each call in a thread."""
 
 
 class Frame(NamedTuple):
@@ -120,6 +125,7 @@ class FrameReader:
         frame_bytes_max: int = FRAME_BYTES_MAX,
         header_bytes_max: int = HEADER_BYTES_MAX,
         buffer_bytes: int = 64 * 1024,
+        scratch: Scratch | None = None,
         initial_bytes: int,
         unpacked_bytes_max: int = FRAME_BYTES_MAX,
         allocate: Callable[[int], bytearray] = bytearray,
@@ -127,7 +133,9 @@ class FrameReader:
         """The limits may be changed at any time, and apply from the next frame on.
 
         Headers over `unpacked_bytes_max` stay Packed. `allocate` returns memory of at least the requested size for a
-        large frame.
+        large frame. `scratch` returns the memory that the readers of this thread share; such a reader has a buffer of
+        its own only while it has a part of a frame. No other one of them may be used between next_buffer() and the end
+        of received().
         """
         self._unpacked_bytes_max = unpacked_bytes_max
         self.frame_bytes_max = frame_bytes_max
@@ -135,7 +143,9 @@ class FrameReader:
         self._initial_bytes = initial_bytes
         self._allocate = allocate
         self._credit_bytes = min(_STRANGER_BYTES, initial_bytes)
-        self._buffer = bytearray(buffer_bytes)
+        self._buffer_bytes = buffer_bytes
+        self._scratch = scratch
+        self._buffer = scratch(buffer_bytes) if scratch is not None else bytearray(buffer_bytes)
         self._filled = 0
         self.large_bytes = 0
         """The size of a large frame that has begun, and for which memory will be allocated; 0 if none has begun."""
@@ -163,6 +173,8 @@ class FrameReader:
     def next_buffer(self) -> memoryview:
         """The memory for the next bytes; never empty. The last received() must be exhausted before this call."""
         if not self.large_bytes:
+            if self._scratch is not None and not self._filled:  # of this thread: a loop may have moved to another one
+                self._buffer = self._scratch(self._buffer_bytes)
             return memoryview(self._buffer)[self._filled :]
         large = self._large
         if large is None:
@@ -201,9 +213,20 @@ class FrameReader:
                     self._credit_bytes = max(self._credit_bytes, min(self.large_bytes, self._initial_bytes))
                     self.large_bytes = 0
                     yield _decode(large, PREFIX.unpack_from(large), self._unpacked_bytes_max)
+            if self._scratch is not None:
+                self._change_buffer(self._scratch(self._buffer_bytes))
         except (ProtocolError, GeneratorExit):
             self.close()
             raise
+
+    def _change_buffer(self, scratch: bytearray) -> None:
+        """Returns to the shared buffer, or copies a part of a frame out of it."""
+        if not self._filled:
+            self._buffer = scratch
+        elif self._buffer is scratch:
+            part = memoryview(scratch)[: self._filled]
+            self._buffer = bytearray(self._buffer_bytes if not self.large_bytes else len(part))
+            self._buffer[: len(part)] = part
 
     def close(self) -> None:
         """Drops the received bytes and all later ones."""

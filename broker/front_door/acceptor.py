@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from metamq.broker.log.disk.files import descriptors_max
 from metamq.client.net.transport import keep_alive
 from metamq.errors import ProtocolError
-from metamq.security.tls import HANDSHAKE_S, TLS_RECORD, tls_reason
+from metamq.security.tls import HANDSHAKE_S, TLS_RECORD
+from metamq.security.tls_errors import tls_reason
 from metamq.wire.connection import ServerConnection
 
 if TYPE_CHECKING:

@@ -43,6 +43,7 @@ from metamq.security.login import MECHANISMS
 from metamq.security.quotas import READ_BYTES, REQUESTS, WRITE_BYTES, QuotaWait
 from metamq.security.rights import NO_RULES, READ, Access, producer_prefix
 from metamq.security.tls import principal_of
+from metamq.threads import scratch
 from metamq.wire import status, sync
 from metamq.wire.addresses import are_near
 from metamq.wire.commands import Command, Delay, GetResult
@@ -135,7 +136,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             greeting = greeting._replace(mechanisms=[*MECHANISMS, *([tokens.mechanism] if tokens is not None else [])])
         elif self.principal:
             greeting = greeting._replace(producer_prefix=producer_prefix(self.principal))
-        self._connection = ServerConnection(self.peer, greeting, self._door.requests.rooms.take)
+        self._connection = ServerConnection(self.peer, greeting, self._door.requests.rooms.take, scratch=scratch)
         self._door.connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
         self._address = str(peer[0]) if isinstance(peer, tuple) else ""

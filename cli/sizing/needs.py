@@ -7,10 +7,10 @@ The model, for one broker id, whose master uses one core:
     memory        broker_mb + partitions × partition_kb + connections × connection_kb
     disk          bytes a second × seconds of retention, and a quarter more
 
-A cluster has as many broker ids as the processor and the partitions need, at half of their limits. Every client has a
-connection to every broker id, so more clients need a higher `connections_max`, not more broker ids. ZooKeeper has the
-nodes of docs/scaling.md, each partition of each group with an owner and an offset, and every broker process and client
-has a session. Every group reads all topics.
+A cluster has as many broker ids as the processor and the partitions need, at half of their limits. Every client is a
+process of its own, with a session and a connection to every broker id, so more clients need a higher `connections_max`,
+not more broker ids. Clients in one process share their session. ZooKeeper has the nodes of docs/scaling.md, each
+partition of each group with an owner and an offset. Every group reads all topics.
 """
 
 from __future__ import annotations

@@ -139,7 +139,9 @@ class Consumer(ConsumerApi[T]):
         """The messages of the present slice, for poll()."""
         self._one_loop = OneLoop()
         self._closed = True
-        self._close_ended = threading.Event()
+        self._unclosed = threading.Lock()
+        """Held until the end of close(). It takes a tenth of the memory of an event."""
+        self._unclosed.acquire()
         self._background = background()
         self._core = ConsumerCore(
             plan, options, self._background.loop, on_assigned=_in_thread(on_assigned), on_revoked=_in_thread(on_revoked)
@@ -439,12 +441,12 @@ class Consumer(ConsumerApi[T]):
             try:
                 self._background.run(closing)
             finally:
-                self._close_ended.set()
+                self._unclosed.release()
 
     def _has_closed(self, closing: Future[None]) -> None:
         if (error := closing.exception()) is not None:
             log.error("a consumer was closed by a signal handler: %s", error, exc_info=error)
-        self._close_ended.set()
+        self._unclosed.release()
 
     def _wait_for(self, work: Coroutine[Any, Any, R]) -> R:
         """Runs `work` in the loop. Raises ConfigError if the wait would never end."""
@@ -469,7 +471,8 @@ class Consumer(ConsumerApi[T]):
     ) -> None:
         if not isinstance(self._core.inbox.error, ForkedError):  # otherwise a child process leaves its parent's block
             self._close(last_done=kind is None)
-            self._close_ended.wait()  # another thread may be closing it: the process may end after the block
+            with self._unclosed:  # another thread may be closing it: the process may end after the block
+                pass
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)

@@ -14,7 +14,7 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from metamq.client.consumer.health import PUBLISH_LIMIT_S, ConsumerHealth, done_offsets, health_of, watch_progress
+from metamq.client.consumer.health import PUBLISH_LIMIT_S, ConsumerHealth, ProgressWatch, done_offsets, health_of
 from metamq.client.consumer.loop_end import LoopEnd
 from metamq.client.consumer.unshared import UnsharedAssignment
 from metamq.client.fetch.commits import OffsetCommits
@@ -27,7 +27,7 @@ from metamq.client.fetch.message_batch import MessageBatch, own_part
 from metamq.client.fetch.sources import Sources
 from metamq.client.fetch.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.forks import register_for_forks
-from metamq.client.group.assignment import AssignedPartition, not_assigned
+from metamq.client.group.assignment import AssignedPartition, count_partitions, not_assigned
 from metamq.client.group.rebalance import ZKLoadRebalanceListener
 from metamq.client.handling.handler_figures import HandlerFigures
 from metamq.client.handling.retry_topic import create_retry_topic
@@ -35,6 +35,7 @@ from metamq.client.net.cluster import MASTER, ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.net.outages import Outages
 from metamq.client.offsets.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
+from metamq.client.repeated import Repeated
 from metamq.errors import (
     CorruptData,
     ForkedError,
@@ -48,7 +49,7 @@ from metamq.wire.batch import walk
 from metamq.words import count
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.session.lease import Lease
+from metamq.zk.session.common_lease import CommonLease
 
 if TYPE_CHECKING:
     from metamq.client.settings import ClusterAccess
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
     from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.client")
-
-LEASE_CHECK_S = 0.1
 
 RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
 
@@ -93,16 +92,18 @@ class ConsumerCore:
         self._closing = False
         self._callback_error: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._repeated: list[Repeated] = []
         self._session: Session | None = None
         register_for_forks(self)
 
     async def open(self, access: ClusterAccess) -> None:
         """Connects, joins the group, starts. Raises ConnectError, TopicNotFound, ConfigError."""
         options = self.options
-        self._session = await open_client_session(access, options.session_timeout_ms)
-        self._lease = Lease(self._session)
+        owned = count_partitions(self.plan.topics) if self._needs_lease else None
+        session = self._session = await open_client_session(access, options.session_timeout_ms, count_nodes=owned)
+        self._lease = CommonLease.of(session)
         reads_slaves = options.read_from == "any"
-        self.cluster = ClusterClient(self._session, self._cluster_changed, with_slaves=reads_slaves)
+        self.cluster = ClusterClient(session, self._cluster_changed, with_slaves=reads_slaves)
         self._sources = Sources(
             self.cluster,
             reads_slaves=reads_slaves,
@@ -113,11 +114,11 @@ class ConsumerCore:
         )
         self._finder = OffsetFinder(self.cluster, self.plan.start)
         try:
-            await self._lease.start()
-            self._storage: OffsetStorage = self.plan.offsets or ZooKeeperOffsets(self._session)
+            await self._lease.join(self._lease_changed)
+            self._storage: OffsetStorage = self.plan.offsets or ZooKeeperOffsets(session)
             await self._storage.check()
-            self._assignment = self._make_assignment(self._session)
-            self.commits = OffsetCommits(self.plan, self.inbox, self._assignment, self.outages.errors)
+            self._assignment = self._make_assignment(session)
+            self.commits = OffsetCommits(self.plan, options, self.inbox, self._assignment, self.outages.errors)
             parts = self._lease, self.inbox, self._assignment, self.outages, self._finder
             delayed_s = partial(getattr, self.cluster.connections, "delayed_s")
             self.end = LoopEnd(access.zookeeper, *parts, pauses=self._needs_lease, delayed_s=delayed_s)
@@ -126,10 +127,10 @@ class ConsumerCore:
         except BaseException:
             await self._shut_down()
             raise
-        self.spawn(self._watch_lease())
-        self.spawn(watch_progress(self.inbox, self._assignment, self.outages, self.end))
-        if self.plan.auto_commit:
-            self.spawn(self.commits.commit_often(options.commit_interval_ms))
+        progress = ProgressWatch(self.inbox, self._assignment, self.outages, self.end)
+        commits = [(self.commits.begin, self.commits.pause_s)] if self.plan.auto_commit else []
+        works = [(progress.check, progress.pause_s), *commits]
+        self._repeated = [Repeated(*work, self.spawn, self._failed) for work in works]
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = Context().run(asyncio.ensure_future, work)  # no part of the trace of the code that opened the consumer
@@ -140,8 +141,11 @@ class ConsumerCore:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.debug("a part of the consumer ended: handlers get the error", exc_info=error)
-            self.inbox.fail(error)
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        log.debug("a part of the consumer ended: handlers get the error", exc_info=error)
+        self.inbox.fail(error)
 
     def _make_assignment(self, session: Session) -> ZKLoadRebalanceListener | UnsharedAssignment:
         plan = self.plan
@@ -416,31 +420,25 @@ class ConsumerCore:
         return self.plan.group is not None and not self.plan.broadcast
 
     def _may_deliver(self) -> bool:
-        return not self._needs_lease or self._lease.valid()
+        if not self._needs_lease or self._lease.valid():
+            return True
+        self._lease.call_when_valid(self.inbox.poke)  # the gap may be too short for _lease_changed
+        return False
 
-    async def _watch_lease(self) -> None:
+    def _lease_changed(self, valid: bool) -> None:
         """Pauses while the lease is over: takes back undelivered messages, and fetches them again afterwards."""
-        while True:
-            await asyncio.sleep(LEASE_CHECK_S)
-            valid = self._may_deliver()
-            if valid == self._delivering:
-                if valid:
-                    self.inbox.poke()  # a handler may have tried during a gap too short to notice here
-                continue
-            self._delivering = valid
+        if valid == self._delivering or not self._needs_lease:
+            return
+        self._delivering = valid
+        pauses = "pauses: ZooKeeper has not answered, another member may take over"
+        log.warning("consumption %s", "continues: ZooKeeper answers again" if valid else pauses)
+        for state in [one for one in self.inbox.states.values() if one.next_offset >= 0]:
+            offset = self.inbox.rewind(state)
             if valid:
-                log.warning("consumption continues: ZooKeeper answers again")
+                self._fetch_from(state, offset)
             else:
-                log.warning("consumption pauses: ZooKeeper has not answered, another member may take over")
-            for state in list(self.inbox.states.values()):
-                if state.next_offset < 0:
-                    continue
-                offset = self.inbox.rewind(state)
-                if valid:
-                    self._fetch_from(state, offset)
-                else:
-                    self._stop_fetching(state)
-            self.inbox.poke()
+                self._stop_fetching(state)
+        self.inbox.poke()
 
     # Called by the application
 
@@ -581,12 +579,14 @@ class ConsumerCore:
 
     async def _shut_down(self) -> None:
         session, self._session = self._session, None
+        for repeated in self._repeated:
+            repeated.stop()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._finder.close()
-        await self._lease.close()
+        await self._lease.leave(self._lease_changed)
         await self.cluster.close()
         if self.plan.offsets is not None:
             await self.plan.offsets.close()

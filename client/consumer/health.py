@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
-from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.fetch.inbox import RunningMessage
 from metamq.client.group.assignment import RebalanceHealth
@@ -90,21 +88,34 @@ def health_of(state: PartitionState, last_error: str) -> PartitionHealth:
     )
 
 
-async def watch_progress(inbox: Inbox, assignment: Assignment, outages: Outages, end: LoopEnd) -> None:
-    """Notes progress (a message was done, or there is no work) until it is cancelled. Warns of lasting obstacles."""
-    before: dict[TopicPartition, int] = {}
-    for number in count():
-        await asyncio.sleep(PROGRESS_CHECK_S)
-        outages.warn()
-        end.warn()
-        with inbox.lock:
-            done = done_offsets(inbox)
-            is_busy = any(state.in_flight is not None or state.buffered for state in inbox.states.values())
-        if done != before or not is_busy:
-            assignment.note_progress()
-        before = done
-        if number % CHECKS_A_PUBLICATION == 0:
-            await assignment.publish(done)
+class ProgressWatch:
+    """Notes the progress of a consumer: a message was done, or there is no work. Warns of lasting obstacles."""
+
+    def __init__(self, inbox: Inbox, assignment: Assignment, outages: Outages, end: LoopEnd) -> None:
+        self._inbox = inbox
+        self._assignment = assignment
+        self._outages = outages
+        self._end = end
+        self._done: dict[TopicPartition, int] = {}
+        self._checks = 0
+
+    def check(self) -> Coroutine[Any, Any, None] | None:
+        """Called every `pause_s`, in the loop. Returns the publication of the progress if that is due."""
+        self._outages.warn()
+        self._end.warn()
+        with self._inbox.lock:
+            done = done_offsets(self._inbox)
+            is_busy = any(state.in_flight is not None or state.buffered for state in self._inbox.states.values())
+        if done != self._done or not is_busy:
+            self._assignment.note_progress()
+        self._done = done
+        self._checks += 1
+        return self._assignment.publish(done) if self._checks % CHECKS_A_PUBLICATION == 1 else None
+
+    @staticmethod
+    def pause_s() -> float:
+        """Returns the seconds between two checks."""
+        return PROGRESS_CHECK_S
 
 
 def done_offsets(inbox: Inbox) -> dict[TopicPartition, int]:

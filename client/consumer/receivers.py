@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from metamq.client import telemetry
 from metamq.client.consumer.loop_end import LoopEnd, LoopStep
+from metamq.client.signal import Signal
 
 if TYPE_CHECKING:
     from metamq.client.background import BackgroundLoop
@@ -187,7 +188,7 @@ class TaskReceiver:
     def __init__(self, core: ConsumerCore, idle_timeout_s: float | None) -> None:
         self._core = core
         self._idle_timeout_s = idle_timeout_s
-        self._filled = asyncio.Event()
+        self._filled = Signal()
         core.inbox.notify = self._filled.set
 
     def new_wait(self) -> Wait:

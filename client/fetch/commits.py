@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from metamq.client import telemetry
 from metamq.client.fetch.commit_in import commit_given_up
@@ -17,7 +17,7 @@ from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, MetamqError, OwnershipLost
 
 if TYPE_CHECKING:
-    from metamq.client.fetch.consumer_options import ConsumerPlan
+    from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerPlan
     from metamq.client.fetch.inbox import Inbox, InFlightBatch
     from metamq.zk.partitions import TopicPartition
 
@@ -32,33 +32,40 @@ class OffsetCommits:
     """The commits of one consumer. `errors` has each partition's last error, for health()."""
 
     plan: ConsumerPlan
+    options: ConsumerOptions
     inbox: Inbox
     assignment: Assignment
     errors: dict[TopicPartition, str]
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a commit."""
+    _took_s: float = field(default=0.0, init=False)
+    """The time that the last periodic commit took."""
 
-    async def commit_often(self, interval_ms: int) -> None:
-        """Commits done messages, periodically, until the task is cancelled.
+    def begin(self) -> Coroutine[Any, Any, None] | None:
+        """Returns the commit of the done messages; None if there are none. Called in the loop, every `pause_s`."""
+        return self._commit_due() if self.due() else None
+
+    def pause_s(self) -> float:
+        """Returns the seconds until the next commit.
 
         If commits take long, the interval grows: they take at most a tenth of the time, up to COMMIT_PAUSE_S_MAX.
         """
-        pause_s = interval_ms / 1000
-        while True:
-            await asyncio.sleep(pause_s)
-            began = time.monotonic()
-            try:
-                refused = await self.commit(self.due)
-            except MetamqError as failure:
-                log.warning("nothing can be committed at present: %s", failure)
-                continue
-            finally:
-                pause_s = max(interval_ms / 1000, min(9 * (time.monotonic() - began), COMMIT_PAUSE_S_MAX))
-            for tp, error in refused.items():
-                if isinstance(error, OwnershipLost):
-                    log.info("%s", error)
-                else:
-                    self.errors[tp] = str(error)
+        return max(self.options.commit_interval_ms / 1000, min(9 * self._took_s, COMMIT_PAUSE_S_MAX))
+
+    async def _commit_due(self) -> None:
+        began = time.monotonic()
+        try:
+            refused = await self.commit(self.due)
+        except MetamqError as failure:
+            log.warning("nothing can be committed at present: %s", failure)
+            return
+        finally:
+            self._took_s = time.monotonic() - began
+        for tp, error in refused.items():
+            if isinstance(error, OwnershipLost):
+                log.info("%s", error)
+            else:
+                self.errors[tp] = str(error)
 
     def due(self) -> list[CommitRequest]:
         """Returns the offsets that are done and not committed. Thread-safe."""

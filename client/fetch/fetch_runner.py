@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from metamq.client.signal import Signal
 from metamq.errors import ConnectError, MetamqError
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, GetResult
@@ -101,10 +101,10 @@ class FetchRunner:
     cluster: ClusterClient
     sink: FetchSink
     limits: Callable[[], FetchLimits]
-    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _changed: Signal = field(default_factory=Signal, init=False)
     _armed: dict[int, FetchRequest] = field(default_factory=dict, init=False)
-    _closed_handles: deque[tuple[object, int]] = field(default_factory=deque, init=False)
-    _polls: deque[tuple[asyncio.Future[Response], float, float]] = field(default_factory=deque, init=False)
+    _closed_handles: list[tuple[object, int]] = field(default_factory=list, init=False)
+    _polls: list[tuple[asyncio.Future[Response], float, float]] = field(default_factory=list, init=False)
     """Unanswered GETs, each with the time at which it was sent, and the seconds in which an answer must come."""
     last_answer_s: float = field(default=0.0, init=False)
 
@@ -180,13 +180,13 @@ class FetchRunner:
                 self._send(connection, due, closed, handles)
             await self._wait(loop, connection)
             while self._polls and self._polls[0][0].done():
-                self._answered(self._polls.popleft()[0])
+                self._answered(self._polls.pop(0)[0])
 
     def _next_closed(self, connection: BrokerConnection) -> list[int]:
         """Returns the handles that the next GET closes."""
         closed: list[int] = []
-        while self._closed_handles and len(closed) < ENTRIES_TARGET:
-            opened_on, handle = self._closed_handles.popleft()
+        some, self._closed_handles = self._closed_handles[:ENTRIES_TARGET], self._closed_handles[ENTRIES_TARGET:]
+        for opened_on, handle in some:
             if opened_on is connection:
                 self._armed.pop(handle, None)
                 closed.append(handle)

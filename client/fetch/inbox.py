@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from metamq.client.fetch.joined_batch import JoinedBatch, joinable
 from metamq.client.fetch.message_batch import SLICE_MESSAGES, VALUES_AT, MessageBatch
+from metamq.client.signal import LateCondition
 from metamq.errors import DecodeError, MetamqError
 
 if TYPE_CHECKING:
@@ -300,9 +301,8 @@ class Inbox:
         self.states: dict[TopicPartition, PartitionState] = {}
         self.buffered_bytes = 0
         self.error: BaseException | None = None
-        self.stopped = False
-        """True if handlers get no further batch."""
-        self.closed = False
+        self.stopped = self.closed = False
+        """`stopped` is True if handlers get no further batch."""
         self.notify: Callable[[], None] = self.filled.notify_all
         self.may_grow: Callable[[PartitionState], bool] = lambda state: True
         """Returns False if no more is fetched for a partition until some of its messages are done."""
@@ -314,7 +314,7 @@ class Inbox:
 
     def _make_lock(self) -> None:
         self.lock = threading.RLock()
-        self.filled = threading.Condition(self.lock)
+        self.filled = LateCondition(self.lock)
         self.is_inside: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # as Condition does
         """Returns True if this thread has the lock already: a signal handler interrupts it inside of this module."""
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from metamq.client.offsets.offsets import CommitRequest, CommittedOffset, Ownership
 from metamq.client.subscriptions import selected
 from metamq.errors import ConfigError, MetamqError, OwnershipLost, PartitionNotFound
+from metamq.zk.cluster.topics import TopicConfig, TopicStore
+from metamq.zk.names import is_pattern
 from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +127,19 @@ class RebalanceHealth:
     idle_reason: str
     last_error: str
     lease_ms: float
+
+
+def count_partitions(topics: Collection[str]) -> Callable[[Session], Awaitable[int]]:
+    """Returns a function that counts the partitions of the present topics with these names or patterns. Without an
+    answer it returns 0."""
+
+    async def count(session: Session) -> int:
+        store = TopicStore(session)
+        try:
+            existing = await store.names() if any(map(is_pattern, topics)) else ()
+            configs = await store.get_all(selected(topics, existing))
+        except MetamqError:
+            return 0
+        return sum(sum(config.partitions.values()) for config in configs.values() if isinstance(config, TopicConfig))
+
+    return count

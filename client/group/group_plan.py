@@ -46,6 +46,8 @@ class Watched(Generic[T]):
     fires. Not for concurrent use: one task at a time.
     """
 
+    __slots__ = ("_armed", "_changed", "_fresh", "_read", "_value")
+
     def __init__(self, read: Callable[[Callable[[], None] | None], Awaitable[T]], changed: Callable[[], None]) -> None:
         self._read = read
         self._changed = changed

@@ -24,11 +24,13 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
 from metamq import __version__
 from metamq.client.group.assignment import AssignedPartition, AssignmentHandler, Obstacle, RebalanceHealth
+from metamq.client.group.beats import Beats, News, write_news
 from metamq.client.group.group_plan import CannotStay, GroupPlan
 from metamq.client.group.holdings import Holdings, Lack
 from metamq.client.group.rebalance_decisions import Phase, has_no_topic, hint_for_idle, why_idle
@@ -36,6 +38,7 @@ from metamq.client.group.strategies import check_strategy
 from metamq.client.net import outages
 from metamq.client.net.missing_topics import MissingTopics
 from metamq.client.net.peers import EXPIRY_MARGIN_MS, Peers
+from metamq.client.signal import Signal
 from metamq.errors import ClosedError, ConfigError, MetamqError, Timeout
 from metamq.words import count
 from metamq.zk.cluster.topics import TopicStore
@@ -92,7 +95,7 @@ class ZKLoadRebalanceListener:
         self._strategy = check_strategy(strategy)
         self._handler = handler
         self._lease = lease
-        self._look = asyncio.Event()
+        self._look = Signal()
         self._group_plan = GroupPlan(session, group, consumer_id, self._topics, strategy, self._look.set)
         self._holdings = Holdings(
             session, group, consumer_id, storage, handler, changed=self._look.set, failed=self._try_again_later
@@ -114,6 +117,7 @@ class ZKLoadRebalanceListener:
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
         self._remove_state_listener: Callable[[], None]
+        self._end_beats: Callable[[], None]
 
     # Starting and stopping
 
@@ -139,6 +143,7 @@ class ZKLoadRebalanceListener:
         self._remove_state_listener = self._session.on_state(self._on_state)
         self._look.set()
         self._task = asyncio.create_task(self._run(), name=f"metamq-rebalance-{self._group}")
+        self._end_beats = Beats.begin(self._session, self._news, BEAT_S)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Leaves the group: waits for in-flight messages, commits, releases everything. May be repeated.
@@ -150,6 +155,7 @@ class ZKLoadRebalanceListener:
         if self._task is None:
             return
         self._stopping = True
+        self._end_beats()
         self._look.set()
         await self._task
         self._task = None
@@ -270,19 +276,15 @@ class ZKLoadRebalanceListener:
     # The task
 
     async def _run(self) -> None:
-        beat_due = time.monotonic() + BEAT_S
         try:
             while not self._stopping:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(beat_due - time.monotonic(), 0)):
-                        await self._look.wait()
+                await self._look.wait()
                 self._look.clear()
                 if not self._stopping and self._session.state is SessionState.CONNECTED:
                     self._unsettled_since = self._unsettled_since or time.monotonic()
                     await self._try_round()
-                if time.monotonic() >= beat_due or self._owes_sign():
-                    await self._beat()
-                    beat_due = time.monotonic() + BEAT_S
+                if self._owes_sign() and (news := self._news()) is not None:
+                    await write_news(self._session, [news])
         except CannotStay as verdict:
             await self._fail(verdict.error)
 
@@ -335,6 +337,7 @@ class ZKLoadRebalanceListener:
     async def _fail(self, error: MetamqError) -> None:
         self._log.info("group %s: %s stops: %s", self._group, self._id, error)  # the handler gets the error
         self._is_failed = True
+        self._end_beats()
         self._last_error = str(error)
         try:
             await self._holdings.drop_all()
@@ -357,7 +360,7 @@ class ZKLoadRebalanceListener:
     async def _join_patiently(self) -> None:
         deadline: float | None = None
         left = asyncio.Event()
-        while (other := await self._try_to_join(left)) is not None:
+        while (other := await self._try_to_join(left.set)) is not None:
             patience_s = (other.session_timeout_ms + EXPIRY_MARGIN_MS) / 1000
             deadline = deadline or time.monotonic() + patience_s
             if time.monotonic() >= deadline:
@@ -371,13 +374,13 @@ class ZKLoadRebalanceListener:
         self._peers.restart_wait()
 
     async def _join(self) -> None:
-        other = await self._try_to_join(self._look)
+        other = await self._try_to_join(self._look.set)
         if other is not None:
             raise self._in_use(other)
 
-    async def _try_to_join(self, left: asyncio.Event) -> Member | None:
+    async def _try_to_join(self, left: Callable[[], None]) -> Member | None:
         self._written = self._myself()
-        other = await members.join(self._session, self._group, self._written, left=left.set)
+        other = await members.join(self._session, self._group, self._written, left=left)
         self._group_plan.forget()
         return other
 
@@ -406,19 +409,22 @@ class ZKLoadRebalanceListener:
         metamq.client.net.peers."""
         return self._plan is not None and self._plan.generation != self._signed and len(self._plan.inputs.members) > 1
 
-    async def _beat(self) -> None:
-        """Updates this member's node. If that fails, the next beat repeats it."""
-        myself, owes = self._myself(), self._owes_sign()
-        if (myself == self._written and not owes) or self._joined_in != self._session.generation:
-            return
-        try:
-            await members.beat(self._session, self._group, myself)
+    def _news(self) -> News | None:
+        """Returns the content for this member's node, if it has changed. After an error the next beat repeats it."""
+        myself = self._myself()
+        if (myself == self._written and not self._owes_sign()) or self._joined_in != self._session.generation:
+            return None
+        generation = self._plan.generation if self._plan else 0
+        return News(self._group, myself, partial(self._beaten, myself, generation))
+
+    def _beaten(self, myself: Member, generation: int, error: MetamqError | None) -> None:
+        if error is None:
             self._written = myself
-            self._signed = self._plan.generation if self._plan else 0
-        except NoNode:
+            self._signed = generation
+        elif isinstance(error, NoNode):
             self._group_plan.forget()
             self._look.set()
-        except MetamqError as error:
+        else:
             log.debug("group %s: the node of %s is not updated: %s", self._group, self._id, error)
 
 

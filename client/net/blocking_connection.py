@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from metamq.client.net import transport
 from metamq.client.net.delays import Delays
 from metamq.errors import AuthenticationFailed, ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
-from metamq.security.tls import ENDED, tls_reason
+from metamq.security.tls_errors import ENDED, tls_reason
 from metamq.wire.addresses import are_near
 from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import Command

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metamq.client.forks import register_for_forks
@@ -17,6 +19,7 @@ from metamq.zk.session.session import Session
 
 if TYPE_CHECKING:
     from metamq.client.settings import ClusterAccess
+    from metamq.security.config import SecurityConfig
     from metamq.security.tls import ClientSecurity
 
 GREETING_TIMEOUT_S = 1.0
@@ -24,11 +27,41 @@ SESSION_TIMEOUT_MS = 10_000
 RECONNECT_TIMEOUT_S = 10.0
 
 
-async def open_client_session(access: ClusterAccess, timeout_ms: int = SESSION_TIMEOUT_MS) -> Session:
-    """Opens a session. Warns if no broker has ever used this ZooKeeper. Raises ConfigError, ConnectError."""
-    session = await open_session(access, timeout_ms=timeout_ms)
-    await warn_without_cluster(session)
+async def open_client_session(
+    access: ClusterAccess,
+    timeout_ms: int = SESSION_TIMEOUT_MS,
+    *,
+    count_nodes: Callable[[Session], Awaitable[int]] | None = None,
+) -> Session:
+    """Opens a session, which shares its session of ZooKeeper with the other clients of this loop that have the same
+    access and time-out. `count_nodes` counts the ephemeral nodes that a client may make, if they may be many.
+
+    Warns if no broker has ever used this ZooKeeper. Raises ConfigError, ConnectError.
+    """
+    identity = _identity(access.security)
+    session = await open_session(access, timeout_ms=timeout_ms, shared_by=identity)
+    try:
+        nodes = 0 if count_nodes is None else await count_nodes(session)
+        if not session.reserve(nodes):
+            await session.close()
+            session = await open_session(access, timeout_ms=timeout_ms, shared_by=identity, nodes=nodes)
+        await warn_without_cluster(session)
+    except BaseException:
+        await session.close()
+        raise
     return session
+
+
+def _identity(security: SecurityConfig) -> Hashable:
+    """Returns a value that clients of the same principal share: a file may later have the identity of another."""
+    return security, *(_content(path) for path in (security.files().certificate, security.token_file))
+
+
+def _content(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes() if path else b""
+    except OSError:  # the connection reports it
+        return b""
 
 
 class OwnCluster:
@@ -77,6 +110,8 @@ async def open_session(
     timeout_ms: int = SESSION_TIMEOUT_MS,
     patient: bool = True,
     make_chroot: bool = False,
+    shared_by: Hashable | None = None,
+    nodes: int = 0,
 ) -> Session:
     """Opens a session like Session.open. If a broker listens at the address, the error reports it."""
     security = client_security(access.security)
@@ -88,6 +123,8 @@ async def open_session(
             patient=patient,
             make_chroot=make_chroot,
             security=security,
+            shared_by=shared_by,
+            nodes=nodes,
         )
     except ConnectError as error:
         if not any(words in error.reason for words in (CLOSED, NOT_ZOOKEEPER)):

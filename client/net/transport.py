@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, cast
 import metamq
 from metamq.client.net.delays import Delays
 from metamq.errors import AuthenticationFailed, ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
-from metamq.security.tls import ENDED, tls_reason
+from metamq.security.tls_errors import ENDED, tls_reason
+from metamq.threads import scratch
 from metamq.wire import status
 from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import Command, HelloReply
@@ -119,7 +120,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
         self.address = address
         self._loop = loop
         self._security = security
-        self._connection = ClientConnection(address, client_name(), BufferPool(KEPT_BYTES).take)
+        self._connection = ClientConnection(address, client_name(), BufferPool(KEPT_BYTES).take, scratch=scratch)
         self._waiting: dict[int, asyncio.Future[Response]] = {}
         self._pushed: Callable[[Any, memoryview], None] | None = None
         self._opened: asyncio.Future[HelloReply] = loop.create_future()

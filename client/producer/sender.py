@@ -21,6 +21,7 @@ and grow, and messages without a key go to other partitions. All code of this mo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -65,6 +66,7 @@ PUT_BYTES = 2 * 1024 * 1024
 """A PUT of this size in bytes takes no further batch."""
 RETRY_PAUSE_S = 0.1
 TICK_S = 0.1
+IDLE_TICK_S = 1.0
 WARN_AFTER_S = 1.0
 
 
@@ -278,6 +280,11 @@ class BrokerSender:
             queue.paused_until_s = max(queue.paused_until_s, sent.sent_at_s + RETRY_PAUSE_S)
             self._sender.back(queue, batch, unsure=True)
 
+    @property
+    def is_at_work(self) -> bool:
+        """True if a PUT is unanswered, or batches wait for one."""
+        return bool(self._sent or self._ready)
+
     def tick(self, now_s: float, request_timeout_s: float) -> None:
         """Closes a connection that does not answer, and tries again to send the waiting batches."""
         for sent in list(self._sent):
@@ -338,6 +345,8 @@ class Sender:
         self._places: dict[str, tuple[TopicConfig, list[tuple[int, int]]]] = {}
         self._rotation: dict[str, int] = {}
         self._looking_at: set[str] = set()
+        self._has_work = asyncio.Event()
+        """Set while batches wait or are not answered; cleared late, by the next tick."""
         self.on_done: Callable[[OutgoingBatch], None] = _nothing
         """Called when a batch is stored or has failed."""
         self.on_capacity: Callable[[], None] = _nothing
@@ -385,6 +394,7 @@ class Sender:
             if queue is None:
                 queue = self._queues[key] = PartitionQueue(batch.topic, config.id, batch.broker_id, batch.partition)
             queue.waiting.append(batch)
+            self._has_work.set()
             self._requeue(queue)
 
     def _next_place(self, config: TopicConfig) -> tuple[int, int]:
@@ -508,8 +518,11 @@ class Sender:
         self.on_done(batch)
 
     async def run(self) -> None:
-        """Handles time-outs and retries until the task is cancelled."""
+        """Handles time-outs and retries until the task is cancelled. Without batches there are none."""
         while True:
+            with contextlib.suppress(TimeoutError):  # a Ctrl-C may have interrupted the call that wakes the producer
+                async with asyncio.timeout(IDLE_TICK_S):
+                    await self._has_work.wait()
             await asyncio.sleep(TICK_S)
             try:
                 self._tick()
@@ -522,10 +535,15 @@ class Sender:
         for broker in list(self._brokers.values()):
             broker.tick(now_s, self._request_timeout_s)
         self.on_capacity()
+        if not self._at_work() and not any(broker.is_at_work for broker in self._brokers.values()):
+            self._has_work.clear()
+
+    def _at_work(self) -> list[PartitionQueue]:
+        return [queue for queue in self._queues.values() if queue.inflight or queue.waiting]
 
     def _expire(self, now_ns: int) -> None:
         before_ns = now_ns - int(self._delivery_timeout_s * 1e9)
-        for queue in [queue for queue in self._queues.values() if queue.inflight or queue.waiting]:
+        for queue in self._at_work():
             for batch in queue.expire(before_ns):
                 self._finish(batch, -1, self._timeout(queue, batch), ghost=batch.unsure)
 

@@ -120,7 +120,7 @@ def test_after_a_lost_connection_all_are_read(servers: str) -> None:
     """Its watches are gone with it."""
 
     async def scenario(desk: Desk) -> None:
-        desk.session._link.drop()
+        desk.session._channel.link.drop()
         expected = {"bids": 1, "flights": 2, "rides": 1}
         await desk.other.alter("flights", lambda config: replace(config, retention_bytes=2))
         await desk.read_until(dict(expected))

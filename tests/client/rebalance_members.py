@@ -131,9 +131,10 @@ class Member:
 class Group:
     """The members of one test."""
 
-    def __init__(self, servers: str, session: Session) -> None:
+    def __init__(self, servers: str, session: Session, is_shared: bool) -> None:
         self.servers = servers
         self.session = session
+        self.is_shared = is_shared
         self.topics = TopicStore(session)
         self.referee = Referee()
         self.members: list[Member] = []
@@ -142,8 +143,9 @@ class Group:
     async def member(
         self, name: str, topics: Sequence[str] = ("t",), strategy: str = "range", timeout_ms: int = 10_000
     ) -> Member:
-        """A member that is not started yet, in a session of its own."""
-        session = await Session.open(self.servers, timeout_ms=timeout_ms)
+        """A member that is not started yet. Its session of ZooKeeper is its own, or that of all members."""
+        shared_by = GROUP if self.is_shared else None
+        session = await Session.open(self.servers, timeout_ms=timeout_ms, shared_by=shared_by)
         member = Member(name, session, self.referee, topics, strategy)
         self.members.append(member)
         return member
@@ -190,9 +192,9 @@ class Group:
 
 
 @contextlib.asynccontextmanager
-async def group_with(servers: str, *topics: TopicConfig) -> AsyncIterator[Group]:
+async def group_with(servers: str, *topics: TopicConfig, is_shared: bool = False) -> AsyncIterator[Group]:
     async with await Session.open(servers) as session:
-        group = Group(servers, session)
+        group = Group(servers, session, is_shared)
         for config in topics:
             await group.topics.create(config)
         try:
@@ -208,19 +210,23 @@ async def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
         await asyncio.sleep(0.002)
 
 
-async def expire(member: Member) -> None:
-    """End a member's session as the server does when it hears nothing of it for too long: after the lease's end."""
-    session = member.session
+async def expire(member: Member, *sharers: Member) -> None:
+    """End a member's session as the server does when it hears nothing of it for too long: after the lease's end.
+
+    `sharers` are the other members in the same session of ZooKeeper.
+    """
+    session, all_of_them = member.session, {member, *sharers}
 
     def end() -> None:
-        client = KazooClient(session.servers.partition("/")[0], client_id=session._link._client.client_id)
+        client = KazooClient(session.servers.partition("/")[0], client_id=session._channel.link._client.client_id)
         with contextlib.suppress(KazooTimeoutError):
             client.start(2)
         client.stop()
         client.close()
 
     generation = session.generation
-    member.pause()
+    for one in all_of_them:
+        one.pause()
     while session.generation == generation:
         # One that is just reconnecting takes its session back, and then it is not ended.
         await session.connected()
@@ -228,4 +234,5 @@ async def expire(member: Member) -> None:
         with contextlib.suppress(AssertionError):
             await until(lambda: session.generation > generation, limit_s=1)
     await session.connected()
-    member.go_on()
+    for one in all_of_them:
+        one.go_on()

@@ -111,7 +111,8 @@ def test_the_judge_bites(name: str) -> None:
 
 @dataclass
 class Member:
-    name: str
+    names: list[str]
+    """Several members of one process share its session."""
     process: subprocess.Popen[str]
     frozen_at: float | None = None
 
@@ -126,19 +127,21 @@ class Attacked:
     folder: Path
     partitions: list[str]
     database: str = ""
+    consumers: int = 1
+    """The members of each process."""
     members: list[Member] = field(default_factory=list)
     leaving: list[Member] = field(default_factory=list)
     freezes: list[Freeze] = field(default_factory=list)
     _names: int = 0
 
     def join(self) -> Member:
-        name = f"m{self._names}"
-        self._names += 1
-        arguments = [self.shop.cluster.zookeeper, self.topic, self.group, name, str(self.folder / f"{name}.log")]
+        names = [f"m{self._names + number}" for number in range(self.consumers)]
+        self._names += self.consumers
+        arguments = [self.shop.cluster.zookeeper, self.topic, self.group, ",".join(names), str(self.folder)]
         command = [sys.executable, str(MEMBER), *arguments, self.database, str(SESSION_TIMEOUT_MS)]
-        with (self.folder / f"{name}.err").open("w") as errors:
+        with (self.folder / f"{names[0]}.err").open("w") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        member = Member(name, process)
+        member = Member(names, process)
         self.members.append(member)
         return member
 
@@ -175,7 +178,7 @@ class Attacked:
     def thaw(self, member: Member) -> None:
         if member.frozen_at is not None:
             member.process.send_signal(signal.SIGCONT)
-            self.freezes.append(Freeze(member.name, member.frozen_at, time.monotonic()))
+            self.freezes += [Freeze(name, member.frozen_at, time.monotonic()) for name in member.names]
             member.frozen_at = None
 
     def produce(self, count: int) -> None:
@@ -391,6 +394,7 @@ def test_a_member_frozen_past_its_session_finds_its_partitions_gone_and_commits_
 
 def attack(target: Attacked, chance: random.Random, duration_s: float) -> dict[str, int]:
     """Ten members at most, three at least; what happens next is chance."""
+    most, least = 10 // target.consumers, 3 // target.consumers
     steps: dict[str, int] = defaultdict(int)
     thaws: list[tuple[float, Member]] = []
     end = time.monotonic() + duration_s
@@ -398,11 +402,11 @@ def attack(target: Attacked, chance: random.Random, duration_s: float) -> dict[s
         target.produce(chance.randrange(3))
         awake = [member for member in target.members if member.frozen_at is None]
         step = chance.choices(["join", "leave", "kill", "freeze", "wait"], [4, 2, 2, 2, 3])[0]
-        if step == "join" and len(target.members) < 10:
+        if step == "join" and len(target.members) < most:
             target.join()
-        elif step in ("leave", "kill") and len(awake) > 3:
+        elif step in ("leave", "kill") and len(awake) > least:
             (target.leave if step == "leave" else target.kill)(chance.choice(awake))
-        elif step == "freeze" and len(awake) > 3:
+        elif step == "freeze" and len(awake) > least:
             victim = chance.choice(awake)
             target.freeze(victim)
             thaws.append((time.monotonic() + chance.choice([0.3, 1.5, 3.5]), victim))
@@ -418,21 +422,24 @@ def attack(target: Attacked, chance: random.Random, duration_s: float) -> dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("duration_s", "storage"),
+    ("duration_s", "storage", "consumers"),
     [
-        (6, "zookeeper"),
-        (6, "database"),
-        pytest.param(60, "zookeeper", marks=[pytest.mark.long, pytest.mark.timeout(240)]),
-        pytest.param(60, "database", marks=[pytest.mark.long, pytest.mark.timeout(240)]),
+        (6, "zookeeper", 1),
+        (6, "zookeeper", 3),
+        (6, "database", 1),
+        pytest.param(60, "zookeeper", 1, marks=[pytest.mark.long, pytest.mark.timeout(240)]),
+        pytest.param(60, "zookeeper", 3, marks=[pytest.mark.long, pytest.mark.timeout(240)]),
+        pytest.param(60, "database", 3, marks=[pytest.mark.long, pytest.mark.timeout(240)]),
     ],
 )
 def test_ten_members_that_come_and_go_at_random(
-    shop: Shop, group: str, tmp_path: Path, duration_s: float, storage: str
+    shop: Shop, group: str, tmp_path: Path, duration_s: float, storage: str, consumers: int
 ) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     with attacked(shop, tmp_path, group, 20, storage) as target:
-        for _ in range(5):
+        target.consumers = consumers
+        for _ in range(-(-5 // consumers)):
             target.join()
         target.joined()  # on a slow machine the attack would be over before
         target.produce(20)

@@ -80,6 +80,7 @@ def test_a_frozen_broker_time_outs_and_no_doubles_after_the_thaw(parts: Cluster,
 
     with parts.producer(delivery_timeout_s=1, request_timeout_s=request_timeout_s, batch_bytes=50) as producer:
         send_until_stored(100)
+        wait_until(lambda: not producer._core.sender._has_work.is_set())  # it is idle: its next check comes late
         parts.broker.freeze()
         begun = time.monotonic()
         try:

@@ -62,14 +62,18 @@ def test_ten_members_and_a_hundred_partitions_settle_after_every_change(servers:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own sessions", "one session"])
 @pytest.mark.parametrize("strategy", ["range", "round_robin", "consistent_hash", "sticky"])
-def test_members_that_come_and_go_at_random_never_share_a_partition(servers: str, strategy: str) -> None:
+def test_members_that_come_and_go_at_random_never_share_a_partition(
+    servers: str, strategy: str, is_shared: bool
+) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     chance = random.Random(seed)
 
     async def scenario() -> None:
-        async with group_with(servers, TopicConfig("t", {0: 12}), TopicConfig("u", {0: 5, 3: 3})) as group:
+        topics = TopicConfig("t", {0: 12}), TopicConfig("u", {0: 5, 3: 3})
+        async with group_with(servers, *topics, is_shared=is_shared) as group:
             present: list[Member] = [await group.join("first", ("t", "u"), strategy)]
             for number in range(15):
                 if len(present) > 1 and chance.random() < 0.4:
@@ -79,16 +83,16 @@ def test_members_that_come_and_go_at_random_never_share_a_partition(servers: str
                     leaver.die()
                     await leaver.session.close()
                 elif chance.random() < 0.3:
-                    await expire(chance.choice(present))
+                    await expire(chance.choice(present), *(present if is_shared else ()))
                 elif chance.random() < 0.5:
                     # The session survives; answers that were under way do not.
                     for member in present:
-                        member.session._link.drop()
+                        member.session._channel.link.drop()
                     await asyncio.sleep(chance.random() * 0.02)
                     await asyncio.gather(*(member.session.connected() for member in present))
                 else:
-                    topics = chance.choice([("t", "u"), ("t",), ("u",)])
-                    present.append(await group.join(f"c{number}", topics, strategy))
+                    subscribed = chance.choice([("t", "u"), ("t",), ("u",)])
+                    present.append(await group.join(f"c{number}", subscribed, strategy))
                 await asyncio.sleep(chance.random() * 0.1)
             await group.settled(20, *present)
 
@@ -119,9 +123,13 @@ def test_offsets_are_handed_on_with_the_partition(servers: str) -> None:
     asyncio.run(scenario())
 
 
-def test_a_slow_member_keeps_its_partition_until_it_is_done_and_holds_up_nothing_else(servers: str) -> None:
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own sessions", "one session"])
+def test_a_slow_member_keeps_its_partition_until_it_is_done_and_holds_up_nothing_else(
+    servers: str, is_shared: bool
+) -> None:
     async def scenario() -> None:
-        async with group_with(servers, TopicConfig("t", {0: 2}), TopicConfig("u", {0: 2})) as group:
+        topics = TopicConfig("t", {0: 2}), TopicConfig("u", {0: 2})
+        async with group_with(servers, *topics, is_shared=is_shared) as group:
             slow = await group.join("slow", ("t",))
             await group.settled(2, slow)
             slow.lets_go.clear()
@@ -398,19 +406,20 @@ def test_a_rebalance_that_fails_is_tried_again_for_as_long_as_it_takes(
     asyncio.run(scenario())
 
 
-def test_a_consumer_id_is_used_once(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own sessions", "one session"])
+def test_a_consumer_id_is_used_once(servers: str, monkeypatch: pytest.MonkeyPatch, is_shared: bool) -> None:
     async def scenario() -> None:
-        async with group_with(servers, TopicConfig("t", {0: 2})) as group:
+        async with group_with(servers, TopicConfig("t", {0: 2}), is_shared=is_shared) as group:
             one = await group.member("same", timeout_ms=30_000)
             await one.listener.start()
             await group.settled(2, one)
-            twin = await group.member("same")
+            twin = await group.member("same", timeout_ms=30_000 if is_shared else 10_000)
             with monkeypatch.context() as patch:
                 # Its session lives on while it is waited for, for a second.
                 patch.setattr("metamq.client.group.rebalance.EXPIRY_MARGIN_MS", -29_000)
                 with pytest.raises(ConfigError, match="consumer id 'same' in group 'etl' is in use by process"):
                     await twin.listener.start()
-            # Its process ends while another start waits for that.
+            # Its process ends, or it is closed, while another start waits for that.
             waiting = asyncio.create_task(twin.listener.start())
             await asyncio.wait({waiting}, timeout=0.1)
             one.die()

@@ -17,7 +17,8 @@ from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError
 from metamq.security.certificates import Authority
-from metamq.security.tls import ENDED, ClientSecurity, FreshContext, client_context, client_security, tls_reason
+from metamq.security.tls import ClientSecurity, FreshContext, client_context, client_security
+from metamq.security.tls_errors import ENDED, tls_reason
 from metamq.testing import Cluster
 from metamq.wire.commands import Command
 from tests.one_zookeeper import cluster

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metamq.errors import MessageTooLarge, ProtocolError
+from metamq.threads import scratch
 from metamq.wire.connection import INITIAL_BYTES
 from metamq.wire.frames import PREFIX, PREFIX_BYTES, Frame, FrameReader, encode_frame
 from metamq.wire.limits import FRAME_BYTES_MAX, HEADER_BYTES_MAX, HELLO_BYTES_MAX
@@ -67,6 +68,36 @@ def test_any_pieces_give_the_same_frames(sent: list[Any], chance: random.Random)
     got = [(f.version, f.command, f.status, f.opaque, f.header, bytes(f.body)) for f in received]
     assert got == [(*fields[:5], b"".join(fields[5])) for fields in sent]
     assert all(not f.body.readonly for f in received)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=examples(150))
+@given(st.lists(st.lists(frames, max_size=4), min_size=2, max_size=4), st.randoms(use_true_random=False))
+def test_readers_that_share_a_buffer_do_not_disturb_each_other(sent: list[Any], chance: random.Random) -> None:
+    readers = [FrameReader(buffer_bytes=48, scratch=scratch, initial_bytes=64) for _ in sent]
+    waiting = [b"".join(joined(*fields) for fields in of_one) for of_one in sent]
+    received: list[list[Any]] = [[] for _ in sent]
+    while any(waiting):
+        number = chance.choice([number for number, data in enumerate(waiting) if data])
+        piece = chance.randint(1, 70)
+        count = min(piece, len(waiting[number]), len(readers[number].next_buffer()))
+        found = feed(readers[number], waiting[number][:count], lambda piece=piece: piece)  # type: ignore[misc]
+        received[number] += [(*frame[:5], bytes(frame.body)) for frame in found]
+        waiting[number] = waiting[number][count:]
+    assert received == [[(*fields[:5], b"".join(fields[5])) for fields in of_one] for of_one in sent]
+
+
+def test_an_idle_reader_needs_no_buffer() -> None:
+    data = joined(1, 3, 0, 7, ["flights", 1], [bytes(1000)])
+    tracemalloc.start()
+    try:
+        readers = [FrameReader(scratch=scratch, initial_bytes=1024) for _ in range(100)]
+        for reader in readers:
+            feed(reader, data[:500], lambda: 1000)
+            assert len(feed(reader, data[500:], lambda: 1000)) == 1
+        assert tracemalloc.get_traced_memory()[0] < 100 * 2000 + 64 * 1024
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("bodies", [[], [b"12345678"], [bytes(200), bytes(8)]])

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import pytest
 from kazoo.client import KazooClient
@@ -59,7 +60,7 @@ def take_over(session: Session) -> None:
     Another connection takes the session over and closes it. The session may win itself back first: so the next
     connection looks whether it is over, and closes it otherwise.
     """
-    client_id = session._link._client.client_id
+    client_id = session._channel.link._client.client_id
     assert client_id is not None
     for _ in range(100):
         client = KazooClient(session.servers.partition("/")[0], client_id=client_id)
@@ -70,6 +71,14 @@ def take_over(session: Session) -> None:
         if found is not None and found[0] != client_id[0]:
             return
     raise AssertionError("the session does not end")
+
+
+@pytest.fixture(params=[None, "clients"], ids=["own sessions", "one session"])
+def sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every session of the test has its own session of ZooKeeper, then all of them have one together."""
+    if request.param is not None:
+        monkeypatch.setattr(Session, "open", staticmethod(partial(Session.open, shared_by=request.param)))
+    return request.param is not None
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ from metamq.zk.session.session import Session
 
 Until = Callable[..., Awaitable[None]]
 
+pytestmark = pytest.mark.usefixtures("sharing")
+
 TP = TopicPartition("flights", "0-3")
 TOPIC_ID = "0123456789abcdef"
 

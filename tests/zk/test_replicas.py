@@ -112,7 +112,7 @@ def test_two_live_replicas_of_one_number_are_an_error_that_names_the_other(
     async def scenario() -> None:
         async with await Session.open(servers) as session:
             other = await Session.open(servers, timeout_ms=30_000)
-            other.negotiated_timeout_ms = 500  # the time of the wait; its session lives longer
+            other._channel.negotiated_timeout_ms = 500  # the time of the wait; its session lives longer
             await register_slave(other, replace(ONE, folder="another"))
             with monkeypatch.context() as patch:
                 patch.setattr("metamq.zk.cluster.registrations.EXPIRY_MARGIN_MS", 500)

@@ -130,8 +130,8 @@ def test_many_nodes_are_read_by_few_requests(servers: str, monkeypatch: pytest.M
         paths = [f"/many/{number}" for number in (7, 249, 999, 250, "own", 7, *range(250))]
         one_by_one = [await session.get_or_none(path) for path in paths]
         asked: list[int] = []
-        submit = session._link.submit
-        monkeypatch.setattr(session._link, "submit", lambda *given: asked.append(1) or submit(*given))
+        submit = session._channel.link.submit
+        monkeypatch.setattr(session._channel.link, "submit", lambda *given: asked.append(1) or submit(*given))
         assert await session.nodes(paths) == one_by_one
         assert len(asked) == 3
         assert await session.nodes([]) == []

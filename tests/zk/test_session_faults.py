@@ -193,7 +193,7 @@ def test_a_request_of_a_session_whose_end_the_loop_has_not_seen_is_refused(serve
             first = session.session_id
             expire(session)
             deadline = time.monotonic() + 60
-            while session._link.live_session_id in (None, first):
+            while session._channel.link.live_session_id in (None, first):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)  # noqa: ASYNC251
             assert (session.session_id, session.state) == (first, SessionState.CONNECTED)
@@ -354,8 +354,8 @@ def test_a_server_that_speaks_nonsense_is_survived(victim: EmbeddedZooKeeper, un
     async def main() -> None:
         async with await Session.open(victim.address) as session:
             first = session.session_id
-            session._link._connection._xid = 77_000
-            session._link._client._pending.append((None, session._link._handler.async_result(), 1))
+            session._channel.link._connection._xid = 77_000
+            session._channel.link._client._pending.append((None, session._channel.link._handler.async_result(), 1))
             with pytest.raises(ConnectionLost) as failure:
                 await session.get("/")
             assert failure.value.outcome == "unknown"

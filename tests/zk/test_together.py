@@ -18,6 +18,8 @@ from metamq.zk.nodes import ANY_VERSION, Op
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session.session import Session
 
+pytestmark = pytest.mark.usefixtures("sharing")
+
 Until = Callable[..., Awaitable[None]]
 GROUP, TOPIC_ID = "etl", "0123456789abcdef"
 MANY = [TopicPartition("flights", f"0-{index}") for index in range(240)]
@@ -90,8 +92,8 @@ def test_a_claim_of_many_partitions_takes_few_reads(servers: str, monkeypatch: p
     async def scenario() -> None:
         async with await Session.open(servers) as session:
             asked: list[int] = []
-            submit = session._link.submit
-            monkeypatch.setattr(session._link, "submit", lambda *given: asked.append(1) or submit(*given))
+            submit = session._channel.link.submit
+            monkeypatch.setattr(session._channel.link, "submit", lambda *given: asked.append(1) or submit(*given))
             held = await owned(session, "one", MANY)
             assert await together.release_all(session, [(one, None) for one in held]) == [None] * len(MANY)
             asked.clear()

@@ -12,7 +12,7 @@ from metamq.errors import ConfigError
 from metamq.zk.documents import number, read_document, skip_unreadable, text, texts
 from metamq.zk.errors import NodeExists, NoNode
 from metamq.zk.groups.ownership import drop_owner
-from metamq.zk.nodes import ANY_VERSION, Create, Delete, Node, Op
+from metamq.zk.nodes import ANY_VERSION, Create, Delete, Node, Op, SetData
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class Member:
 
 
 async def join(session: Session, group: str, member: Member, *, left: Watcher) -> Member | None:
-    """Registers the member in this session. Returns None on success; else the member that has the id at present:
-    `left` is then called once when that member is gone.
+    """Registers this client's member. Returns None on success; else the member that has the id at present: `left` is
+    then called once when that member is gone.
 
     Raises ConnectionLost; then join again.
     """
@@ -60,9 +60,9 @@ async def join(session: Session, group: str, member: Member, *, left: Watcher) -
             node = await session.get_or_none(path, watch=left)
             if node is None:
                 continue
-            if node.ephemeral_owner != session.session_id:
+            if not session.made(path, node):
                 return _from_node(group, member.consumer_id, node)
-            # This session made it: the answer of an earlier call was lost, or it had a consumer of this id before.
+            # This client made it: the answer of an earlier call was lost, or it had a consumer of this id before.
             operations = [Delete(path, ANY_VERSION), Create(path, _to_json(member), ephemeral=True)]
             continue
         return None
@@ -70,14 +70,20 @@ async def join(session: Session, group: str, member: Member, *, left: Watcher) -
 
 async def beat(session: Session, group: str, member: Member) -> None:
     """Publishes the member's progress. Raises NoNode if it was evicted, ConnectionLost."""
-    await session.set(session.paths.member(group, member.consumer_id), _to_json(member), ANY_VERSION)
+    write = beat_write(session, group, member)
+    await session.set(write.path, write.data, write.version)
+
+
+def beat_write(session: Session, group: str, member: Member) -> SetData:
+    """Returns the write of a beat."""
+    return SetData(session.paths.member(group, member.consumer_id), _to_json(member), ANY_VERSION)
 
 
 async def leave(session: Session, group: str, consumer_id: str) -> None:
-    """Unregisters this session's member; does nothing if it is gone. Raises ConnectionLost."""
+    """Unregisters this client's member; does nothing if it is gone. Raises ConnectionLost."""
     path = session.paths.member(group, consumer_id)
     node = await session.get_or_none(path)
-    if node is not None and node.ephemeral_owner == session.session_id:
+    if node is not None and session.made(path, node):
         try:
             await session.delete(path, ANY_VERSION)
         except NoNode:

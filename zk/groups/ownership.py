@@ -90,7 +90,7 @@ class Ownership:
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """The result if another session holds the partition; `owner` is its consumer id."""
+    """The result if another client holds the partition; `owner` is its consumer id."""
 
     tp: TopicPartition
     owner: str
@@ -111,10 +111,11 @@ async def claim(
     freed: Watcher,
     kept_by: str = "",
 ) -> Ownership | NotYet:
-    """Claims the partition if no other session owns it. On NotYet, `freed` is called once when it may be free.
+    """Claims the partition if no other client owns it. On NotYet, `freed` is called once when it may be free.
 
-    Takes over a node of our own session, which is from a claim whose answer was lost. Raises ConnectionLost: the claim
-    may then exist, so claim again. Raises KeptElsewhere.
+    Takes over a node of our own, which is from a claim whose answer was lost. A node of another client is never taken
+    over, even if the two share a session. Raises ConnectionLost: the claim may then exist, so claim again. Raises
+    KeptElsewhere.
     """
     owner_path = session.paths.owner(group, *tp)
     left_behind: Node | None = None
@@ -129,7 +130,7 @@ async def claim(
             left_behind = await session.get_or_none(owner_path)
             if left_behind is None:
                 await prepare(session, group, tp.topic)
-            elif left_behind.ephemeral_owner != session.session_id:
+            elif not session.made(owner_path, left_behind):
                 if await session.exists(owner_path, watch=freed):
                     return NotYet(tp, left_behind.data.decode(errors="replace"))
                 left_behind = None

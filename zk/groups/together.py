@@ -1,4 +1,5 @@
-"""Claims, commits and releases of many partitions at once, in transactions of up to a hundred operations.
+"""Claims, commits and releases of many partitions, and beats of many members, in transactions of up to a hundred
+operations.
 
 A transaction costs ZooKeeper one write to its disk, as one operation does: so a hundred commits cost little more than
 one. The conditions are those of `metamq.zk.groups.ownership`. If one of them does not hold, ZooKeeper refuses the whole
@@ -17,9 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from metamq.errors import ConnectError, MetamqError
-from metamq.zk.groups import ownership
+from metamq.zk.groups import members, ownership
 
 if TYPE_CHECKING:
+    from metamq.zk.groups.members import Member
     from metamq.zk.groups.ownership import NotYet, Ownership
     from metamq.zk.nodes import Node, Op
     from metamq.zk.partitions import TopicPartition
@@ -105,6 +107,14 @@ async def release_all(
     steps: list[_Step[None]] = [
         _Step(ownership.release_writes(session, *one), None, partial(ownership.release, session, *one))
         for one in releases
+    ]
+    return await _carry_out(session, steps)
+
+
+async def beat_all(session: Session, beats: Sequence[tuple[str, Member]]) -> list[MetamqError | None]:
+    """Publishes the progress of (group, member), at most one per member; see members.beat()."""
+    steps: list[_Step[None]] = [
+        _Step([members.beat_write(session, *one)], None, partial(members.beat, session, *one)) for one in beats
     ]
     return await _carry_out(session, steps)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kazoo.exceptions import ConnectionDropped
 from kazoo.handlers.threading import KazooTimeoutError
 
-from metamq.security.tls import ENDED, tls_reason
+from metamq.security.tls_errors import ENDED, tls_reason
 
 Server = tuple[str, int]
 

@@ -193,7 +193,7 @@ class Lease:
     async def _renew(self) -> None:
         generation, timeout_ms, sent_ns = self._session.generation, self._session.negotiated_timeout_ms, now_ns()
         beginning = self._beginning
-        await self._session.sync()
+        await self._session.sync(is_urgent=True)
         is_confirmed = self._confirm is None or await self._confirm()
         if not is_confirmed:
             self.refute()

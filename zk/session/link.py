@@ -238,6 +238,12 @@ class Link:
                 return None
             return call(self._client)
 
+    def forget(self, path: str, watch: Any) -> None:
+        """Drops a watch of a node, which the server keeps. Only the sets change: kazoo's thread iterates over both
+        dictionaries."""
+        for watches in (self._client._data_watchers, self._client._child_watchers):
+            watches.get(path, set()).discard(watch)
+
     def drop(self) -> None:
         """Cuts the connection: requests in flight fail, and kazoo connects again."""
         self._down()

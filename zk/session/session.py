@@ -1,9 +1,9 @@
 """The session with ZooKeeper: every operation is a coroutine, every answer a plain value, every wait bounded.
 
-Theory of operation. kazoo runs three threads (`metamq.zk.session.link`). This class belongs to one event loop and never
-blocks it. A request goes to kazoo at once, and its answer comes back by `call_soon_threadsafe`. This class never
-retries: kazoo's retry repeats a write in a later session, where it may undo another client's change. A caller that gets
-ConnectionLost with the outcome "unknown" must read before it decides.
+Theory of operation. kazoo runs three threads (`metamq.zk.session.link`). A Session belongs to one event loop and never
+blocks it. A request goes to kazoo at once, through the channel, and its answer comes back by `call_soon_threadsafe`. A
+Session never retries: kazoo's retry repeats a write in a later session, where it may undo another client's change. A
+caller that gets ConnectionLost with the outcome "unknown" must read before it decides.
 
 There are three states, as the loop sees them:
 
@@ -26,37 +26,32 @@ connection are not kept. The callback must read again, after `connected()`.
 from __future__ import annotations
 
 import asyncio
-import enum
+import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from kazoo.protocol.states import KazooState
-
 from metamq.errors import ClosedError, ConfigError, ConnectError, MessageTooLarge, NotAuthorized
 from metamq.security.tls import OFF, Security
-from metamq.zk.errors import ConnectionLost, NodeExists, NoNode
-from metamq.zk.nodes import Create, Listing, Node, Op, SetData, Stat
+from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
+from metamq.zk.nodes import Create, Delete, Listing, Node, Op, SetData, Stat
 from metamq.zk.paths import DEFAULT_ROOT, Paths
-from metamq.zk.servers import parse_servers
 from metamq.zk.session.acls import Acl, acl_of, is_open, shared_root
 from metamq.zk.session.answers import commit, create_node, error_of, failure_of, node_of, stat_of, version_after
-from metamq.zk.session.link import Link
+from metamq.zk.session.channel import Channel, SessionState, settle, shared
 from metamq.zk.session.many_nodes import found_nodes, requests
-from metamq.zk.session.refused import is_refused_alone
 from metamq.zk.session.watches import Watches
+
+__all__ = ["Session", "SessionState"]
 
 log = logging.getLogger("metamq.zk")
 
 MAX_DATA_BYTES = 1_000_000
 """ZooKeeper cuts the connection on a request beyond 1 MB, including its header."""
 
-# kazoo wakes its thread by a byte in a socket pair, which holds about 270 bytes: with more, the loop would block.
-_MAX_IN_FLIGHT = 100
-_CLOSE_GRACE_S = 0.4
-_CLOSE_LIMIT_S = 0.5
 NO_SERVER_HINT = "Start one with `metamq up`, or set METAMQ_ZOOKEEPER to yours."
 WARN_AFTER_S = 1.0
 WARN_AGAIN_S = 10.0
@@ -64,46 +59,35 @@ _LOOK_S = 0.05
 """Seconds between checks of the reasons while there is no connection."""
 
 
-class SessionState(enum.Enum):
-    """The known state of the session; see the module."""
-
-    CONNECTED = KazooState.CONNECTED
-    SUSPENDED = KazooState.SUSPENDED
-    LOST = KazooState.LOST
-
-
 class Session:
-    """One session with ZooKeeper after another, for one event loop; made by `Session.open`.
+    """One session with ZooKeeper after another, for one client and one event loop; made by `Session.open`.
+
+    Several clients may share the session of ZooKeeper. Each has its own watches and ephemeral nodes: close() ends them.
 
     Call all methods in the loop of `open`. If a call is cancelled, the outcome of its request is unknown. In addition
     to their own errors, all methods raise ConnectionLost, SessionExpired, ClosedError after `close`, and ConfigError
     for an invalid path. Paths are absolute, below the chroot.
     """
 
-    def __init__(self, servers: str, *, timeout_ms: int, root: str, make_chroot: bool, security: Security) -> None:
+    def __init__(
+        self, channel: Channel, root: str, security: Security, *, make_chroot: bool = False, is_client: bool = True
+    ) -> None:
         """Internal: use `await Session.open(...)`."""
-        self.servers = servers
+        self.servers = channel.servers
+        self.chroot = channel.chroot
         self.security = security
         self.paths = Paths(root)
-        self.state = SessionState.LOST
-        self.session_id = 0
-        self.negotiated_timeout_ms = timeout_ms
-        self.generation = 0
-        self._hosts, self.chroot = parse_servers(servers)
+        self._channel = channel
         self._make_chroot = make_chroot
-        self._loop = asyncio.get_running_loop()
-        self._link = Link(self._hosts, timeout_ms, self._state_changed_in_thread, security.zookeeper)
-        self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
-        self._answers: set[asyncio.Future[Any]] = set()
-        self._watches = Watches(self._loop, self._in_loop)
+        self.answers: set[asyncio.Future[Any]] = set()
+        """The futures on which the requests wait; for the channel."""
+        self._watches = Watches(channel.loop, channel.in_loop, channel.link.forget)
         self._listeners: list[Callable[[SessionState], None]] = []
         self._state_waiters: set[asyncio.Future[None]] = set()
         self._closed: asyncio.Future[None] | None = None
-        self._refused: asyncio.Task[None] | None = None
         self.prover: Callable[[], Awaitable[str]] | None = None
         """Returns this client's proof of identity for ZooKeeper; None: only a certificate can be one."""
-        self._is_proved = False
-        self._warned: set[str] = set()  # groups and sinks that are open, and for which it has warned
+        channel.sessions[self] = is_client
 
     @classmethod
     async def open(
@@ -117,19 +101,29 @@ class Session:
         make_chroot: bool = False,
         on_state: Callable[[SessionState], None] | None = None,
         security: Security = OFF,
+        shared_by: Hashable | None = None,
+        nodes: int = 0,
     ) -> Session:
         """Opens a connected session. `servers` may end in a chroot, "zk1:2181,zk2:2181/chroot".
 
         The chroot is made only with `make_chroot`. If it is missing otherwise, nothing can be written, and methods that
         make parents raise ConfigError. `timeout_ms` is the wish; `negotiated_timeout_ms` is the server's decision.
-        `on_state` is called with each later state, see the method of that name. Raises ConfigError for a wrong address
-        or root. Raises ConnectError if no server answers in `connect_timeout_s` (None: tries without end), or, unless
-        `patient`, as soon as every server has refused.
+        `on_state` is called with each later state, see the method of that name. `shared_by` is the identity of a client
+        that shares its session of ZooKeeper with others, and `nodes` the number of ephemeral nodes for which it needs
+        room there, see `metamq.zk.session.channel`. Raises ConfigError for a wrong address or root. Raises ConnectError
+        if no server answers in `connect_timeout_s` (None: tries without end), or, unless `patient`, as soon as every
+        server has refused.
         """
         if timeout_ms <= 0:
             raise ConfigError(f"the session time-out is {timeout_ms} ms", hint="It is in milliseconds, above 0.")
-        session = cls(servers, timeout_ms=timeout_ms, root=root, make_chroot=make_chroot, security=security)
-        session._link.start()
+        Paths(root)  # raises ConfigError
+        if shared_by is None:
+            channel = Channel(servers, timeout_ms, security)
+            channel.link.start()
+        else:
+            channel = shared(servers, timeout_ms, security, (root, shared_by), nodes)
+        session = cls(channel, root, security, make_chroot=make_chroot)
+        session.reserve(nodes)
         try:
             await session._come_up(connect_timeout_s, patient)
         except BaseException:
@@ -139,15 +133,50 @@ class Session:
             session.on_state(on_state)
         return session
 
+    def twin(self) -> Session:
+        """Returns another session on the same channel, for a part that its clients share. It must be closed, too, and
+        it does not keep the channel open."""
+        return Session(self._channel, self.paths.root, self.security, is_client=False)
+
+    def reserve(self, nodes: int) -> bool:
+        """Reserves room for the ephemeral nodes that this client makes. Returns False if it must open another session
+        for so many: `open(..., nodes=nodes)`."""
+        return self._channel.reserve(self, nodes)
+
+    @property
+    def common(self) -> dict[type, Any]:
+        """The parts that the clients on the same channel share, by class."""
+        return self._channel.common
+
+    @property
+    def state(self) -> SessionState:
+        """The known state; LOST after `close`."""
+        return self._channel.state if self._closed is None else SessionState.LOST
+
+    @property
+    def session_id(self) -> int:
+        """The id of the present session in ZooKeeper; 0 before the first."""
+        return self._channel.session_id
+
+    @property
+    def generation(self) -> int:
+        """The number of the present session."""
+        return self._channel.generation
+
+    @property
+    def negotiated_timeout_ms(self) -> int:
+        """The session's time-out, as the server decided."""
+        return self._channel.negotiated_timeout_ms
+
     async def _come_up(self, timeout_s: float | None, patient: bool) -> None:
         """Waits for the first connection, and logs the reasons of the wait."""
-        began_s = self._loop.time()
+        loop, attempts = self._channel.loop, self._channel.link.attempts
+        began_s = loop.time()
         warn_s = began_s + WARN_AFTER_S
-        attempts = self._link.attempts
         coming = asyncio.ensure_future(self._first_connection())
         try:
             while not (await asyncio.wait({coming}, timeout=_LOOK_S))[0]:
-                now_s = self._loop.time()
+                now_s = loop.time()
                 if timeout_s is not None and now_s > began_s + timeout_s:
                     raise self._unreachable(f"{attempts.reason()}, tried for {timeout_s:g} s")
                 if not patient and attempts.all_refused():
@@ -187,14 +216,14 @@ class Session:
     async def get(self, path: str, watch: Callable[[], None] | None = None) -> Node:
         """The node. `watch` is called once if it changes or is deleted. Raises NoNode, and then leaves no watch."""
         session_id, full = self._open_session_id(), self._full(path)
-        with self._watches.leaving(watch) as watching:
+        with self._watches.leaving(watch, full) as watching:
             data, stat = await self._ask(session_id, path, lambda client: client.get_async(full, watching.watch))
         return node_of(data, stat)
 
     async def get_or_none(self, path: str, watch: Callable[[], None] | None = None) -> Node | None:
         """The node, or None if it does not exist. `watch` is called once if it changes, is deleted or is created."""
         session_id, full = self._open_session_id(), self._full(path)
-        with self._watches.leaving(watch) as watching:
+        with self._watches.leaving(watch, full) as watching:
             while True:
                 try:
                     data, stat = await self._ask(
@@ -217,7 +246,7 @@ class Session:
     async def exists(self, path: str, watch: Callable[[], None] | None = None) -> Stat | None:
         """The node's stat, or None. `watch` is called once if the node changes, is deleted or is created."""
         session_id, full = self._open_session_id(), self._full(path)
-        with self._watches.leaving(watch) as watching:
+        with self._watches.leaving(watch, full) as watching:
             stat = await self._ask(session_id, path, lambda client: client.exists_async(full, watching.watch))
         return stat_of(stat) if stat is not None else None
 
@@ -231,7 +260,7 @@ class Session:
     async def listing(self, path: str, watch: Callable[[], None] | None = None) -> Listing:
         """The result of `children`, with the version of the list."""
         session_id, full = self._open_session_id(), self._full(path)
-        with self._watches.leaving(watch) as watching:
+        with self._watches.leaving(watch, full) as watching:
             names, stat = await self._ask(
                 session_id, path, lambda client: client.get_children_async(full, watching.watch, include_data=True)
             )
@@ -261,9 +290,13 @@ class Session:
             return None
         return names
 
-    async def sync(self) -> None:
-        """Makes a round trip to ZooKeeper's leader, which saw the session alive. Later reads are not older."""
-        await self._ask(self._open_session_id(), "/", lambda client: client.sync_async("/"))
+    async def sync(self, *, is_urgent: bool = False) -> None:
+        """Makes a round trip to ZooKeeper's leader, which saw the session alive. Later reads are not older.
+
+        `is_urgent`: it does not wait behind the requests of other clients.
+        """
+        session_id = self._open_session_id()
+        await self._channel.ask(self, session_id, "/", lambda client: client.sync_async("/"), is_urgent=is_urgent)
 
     # Writing
 
@@ -279,7 +312,8 @@ class Session:
             acl = (await self._acls([path]))[path]
             work = functools.partial(create_node, full, data, acl, ephemeral)
             try:
-                _, stat = await self._ask(session_id, path, work)
+                with self._noting([Create(path, data, ephemeral)]):
+                    _, stat = await self._ask(session_id, path, work)
                 return node_of(data, stat)
             except NoNode:
                 parent = _parent(full)
@@ -309,8 +343,8 @@ class Session:
             acl = await self.acl(root)
         except (NoNode, NotAuthorized):
             return acl_of(self.paths, root, is_owned=self._is_known)
-        if self._is_known and is_open(acl) and root not in self._warned:
-            self._warned.add(root)
+        if self._is_known and is_open(acl) and root not in self._channel.warned:
+            self._channel.warned.add(root)
             log.warning(
                 "each client of ZooKeeper may change %s: it was made without an identity. `metamq group owner` gives a "
                 "group an owner", root,
@@ -320,16 +354,16 @@ class Session:
     @property
     def _is_known(self) -> bool:
         """True if ZooKeeper knows the identity of this client."""
-        return self.security.has_certificate or self._is_proved
+        return self.security.has_certificate or self._channel.is_proved
 
     async def _prove(self, paths: Iterable[str]) -> None:
         """Proves this client's identity to ZooKeeper before its first change of a group. Raises ConnectError."""
-        if self.prover is None or self._is_proved or not any(shared_root(self.paths, path) for path in paths):
+        if self.prover is None or self._channel.is_proved or not any(shared_root(self.paths, path) for path in paths):
             return
         proof = await self.prover()
         if proof:  # kazoo repeats it on each new connection
             await self._ask(self._open_session_id(), "", lambda client: client.add_auth_async("digest", proof))
-            self._is_proved = True
+            self._channel.is_proved = True
 
     async def acl(self, path: str) -> Acl:
         """Returns the access list of a node. Raises NoNode, NotAuthorized."""
@@ -351,14 +385,16 @@ class Session:
         await self._prove([path])
         session_id, full = self._open_session_id(), self._full(path)
         _check_data(path, data)
-        stat = await self._ask(session_id, path, lambda client: client.set_async(full, data, version))
+        with self._noting([SetData(path, data, version)]):
+            stat = await self._ask(session_id, path, lambda client: client.set_async(full, data, version))
         return node_of(data, stat)
 
     async def delete(self, path: str, version: int) -> None:
         """Deletes a node that has `version` (ANY_VERSION: any). Raises BadVersion, NoNode, NotEmpty."""
         await self._prove([path])
         session_id, full = self._open_session_id(), self._full(path)
-        await self._ask(session_id, path, lambda client: client.delete_async(full, version))
+        with self._noting([Delete(path, version)]):
+            await self._ask(session_id, path, lambda client: client.delete_async(full, version))
 
     async def ensure(self, path: str) -> None:
         """Creates the node and its parents if they are missing, as persistent nodes without data."""
@@ -380,12 +416,32 @@ class Session:
                 _check_data(operation.path, operation.data)
         acls = await self._acls(operation.path for operation in operations if isinstance(operation, Create))
         work = functools.partial(commit, list(zip(operations, full, strict=True)), acls)
-        results: list[Any] = await self._ask(session_id, operations[0].path, work)
-        failure = failure_of(results)
-        if failure is not None:
-            index, error = failure
-            raise error_of(error, self.servers, operations[index].path, index)
+        with self._noting(operations):
+            results: list[Any] = await self._ask(session_id, operations[0].path, work)
+            failure = failure_of(results)
+            if failure is not None:
+                index, error = failure
+                raise error_of(error, self.servers, operations[index].path, index)
         return [version_after(operation, result) for operation, result in zip(operations, results, strict=True)]
+
+    def _noting(self, operations: Sequence[Op]) -> AbstractContextManager[None]:
+        ephemerals = self._channel.ephemerals
+        return contextlib.nullcontext() if ephemerals is None else ephemerals.writing(self, operations)
+
+    def made(self, path: str, node: Node) -> bool:
+        """True if this client made the ephemeral node: not another client, even if it shares the session."""
+        ephemerals = self._channel.ephemerals
+        is_ours = node.ephemeral_owner == self.session_id
+        return is_ours and (ephemerals is None or ephemerals.made_by(self, path, node.data))
+
+    async def remove_of(self, client: Session, path: str) -> None:
+        """Deletes a node if a former client on the same channel made it. Raises ConnectionLost."""
+        node = await self.get_or_none(path)
+        if node is not None and client.made(path, node):
+            with contextlib.suppress(BadVersion, NoNode):
+                await self.delete(path, node.version)
+        elif self._channel.ephemerals is not None:
+            self._channel.ephemerals.forget(client, path)
 
     # State
 
@@ -394,9 +450,9 @@ class Session:
         while True:
             self._check_open()
             # The link knows first. If the loop's state is older, the event is on its way.
-            if self.state is SessionState.CONNECTED and self._link.live_session_id == self.session_id:
+            if self.state is SessionState.CONNECTED and self._channel.link.live_session_id == self.session_id:
                 return
-            waiter = self._loop.create_future()
+            waiter = self._channel.loop.create_future()
             self._state_waiters.add(waiter)
             try:
                 await waiter
@@ -419,37 +475,30 @@ class Session:
         return self._closed is not None
 
     async def close(self) -> None:
-        """Ends the session. Its ephemeral nodes are removed: at once if the server answers, else when it times out.
+        """Ends the session. Its ephemeral nodes are removed: at once if the server answers, else later.
 
-        Takes less than a second. Requests in flight fail, watches are called. A second call waits for the first.
+        Without an answer, ZooKeeper removes them when the session times out. If the session is shared, this process
+        removes them when the server answers again. Takes less than a second. Requests in flight fail, watches are
+        called. A second call waits for the first.
         """
         if self._closed is not None:
             await asyncio.wait({self._closed})
             return
-        self._closed = stopped = self._loop.create_future()
-        self.state = SessionState.LOST
-        if self._refused is not None:
-            self._refused.cancel()
-        for answer in list(self._answers):
-            if not answer.done():
-                answer.set_exception(self._lost("the session was closed before an answer came"))
-        self._wake()
-        # A request that waits for its turn gets it, is refused, and passes the turn on.
-        self._slots.release()
-        self._link.stop(lambda: self._in_loop(_settle, stopped, None))
+        closed = self.end()
         try:
-            await asyncio.wait({stopped}, timeout=_CLOSE_GRACE_S)
-            if not stopped.done():
-                self._link.interrupt()
-                await asyncio.wait({stopped}, timeout=_CLOSE_LIMIT_S)
-        except asyncio.CancelledError:
-            self._link.interrupt()
-            raise
-        if stopped.done():
-            self._link.join()
-        else:
-            log.warning("the connection to ZooKeeper at %s is still closing in the background", self.servers)
-            stopped.set_result(None)
+            await self._channel.leave(self)
+        finally:
+            settle(closed)
+
+    def end(self) -> asyncio.Future[None]:
+        """Refuses and fails all requests; for the channel. The future is for the end of close()."""
+        self._closed = self._channel.loop.create_future()
+        for answer in list(self.answers):
+            if not answer.done():
+                answer.set_exception(self._channel.lost("the session was closed before an answer came"))
+        self._watches.leave_kazoo()
+        self._wake()
+        return self._closed
 
     # Inside
 
@@ -476,51 +525,11 @@ class Session:
             await self._ensure(session_id, full)
 
     async def _ask(self, session_id: int, path: str, call: Callable[[Any], Any]) -> Any:
-        """Passes one request of session `session_id` to kazoo, and waits for its answer."""
-        await self._slots.acquire()
-        answer = self._loop.create_future()
-        try:
-            result = self._link.submit(session_id, call) if self._closed is None else None
-        except BaseException:
-            self._slots.release()
-            raise
-        if result is None:
-            self._slots.release()
-            # The event of the loss is on its way. Without this pause, a caller that retries would delay it.
-            await asyncio.sleep(0)
-            raise self._lost("it was lost, nothing was sent", outcome="not_done")
-        self._answers.add(answer)
-        result.rawlink(lambda finished: self._in_loop(self._finish, answer, finished, path))
-        timer = self._loop.call_later(self._limit_s(), self._expire, answer, result)
-        try:
-            return await answer
-        finally:
-            timer.cancel()
-            self._answers.discard(answer)
-
-    def _finish(self, answer: asyncio.Future[Any], result: Any, path: str) -> None:
-        # Only here, not when the caller leaves: until now the request was in kazoo's queue.
-        self._slots.release()
-        if answer.done():
-            return
-        if result.exception is not None:
-            answer.set_exception(error_of(result.exception, self.servers, path))
-        else:
-            answer.set_result(result.value)
-
-    def _expire(self, answer: asyncio.Future[Any], result: Any) -> None:
-        # A loop that was blocked for long finds both the due timer and the answer: the answer counts.
-        if answer.done() or result.ready():
-            return
-        answer.set_exception(self._lost(f"no answer within {self._limit_s():.1f} s"))
-        self._link.drop()
+        return await self._channel.ask(self, session_id, path, call)
 
     def _open_session_id(self) -> int:
         self._check_open()
         return self.session_id
-
-    def _limit_s(self) -> float:
-        return self.negotiated_timeout_ms / 1000 * 2 / 3
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -533,50 +542,15 @@ class Session:
             raise ConfigError(f"{path!r} is not a znode path", hint='Write it like "/meta/brokers".')
         return self.chroot + path
 
-    def _lost(self, reason: str, *, outcome: Any = "unknown") -> ConnectionLost:
-        return ConnectionLost(self.servers, reason, outcome=outcome)
-
-    def _in_loop(self, callback: Callable[..., None], *arguments: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:
-            log.debug("an answer of ZooKeeper came after the event loop was closed")
-
-    def _state_changed_in_thread(self, state: str, session_id: int, timeout_ms: int) -> None:
-        self._in_loop(self._state_changed, SessionState(state), session_id, timeout_ms)
-
-    def _state_changed(self, state: SessionState, session_id: int, timeout_ms: int) -> None:
-        if self._closed is not None:
-            return
-        self.state = state
-        if state is SessionState.CONNECTED:
-            self.negotiated_timeout_ms = timeout_ms
-            if session_id != self.session_id:
-                self.session_id = session_id
-                self.generation += 1
-            log.info("ZooKeeper at %s: connected, session 0x%x", self.servers, session_id)
-        elif state is SessionState.SUSPENDED:
-            log.warning("ZooKeeper at %s: connection lost, trying again", self.servers)
-        else:
-            log.warning("ZooKeeper at %s: the session expired, starting a new one", self.servers)
+    def state_changed(self, state: SessionState) -> None:
+        """Takes a state of the channel."""
         self._wake()
-        if state is SessionState.SUSPENDED and (self._refused is None or self._refused.done()):
-            self._refused = asyncio.ensure_future(self._leave_refusing_servers())
         for listener in list(self._listeners):
-            self._loop.call_soon(listener, state)
-
-    async def _leave_refusing_servers(self) -> None:
-        attempts, tls = self._link.attempts, self.security.zookeeper
-        if await is_refused_alone(attempts, lambda: self.state is SessionState.SUSPENDED, self._hosts, tls):
-            log.warning(
-                "ZooKeeper at %s gives sessions, but refuses this one permanently: it was replaced, or restored from a "
-                "copy. Beginning a new session", self.servers,
-            )  # fmt: skip
-            self._link.give_up_session()
+            self._channel.loop.call_soon(listener, state)
 
     def _wake(self) -> None:
         for waiter in list(self._state_waiters):
-            _settle(waiter, None)
+            settle(waiter)
         if self.state is not SessionState.CONNECTED:
             self._watches.fire_all()
 
@@ -590,8 +564,3 @@ def _check_data(path: str, data: bytes) -> None:
         raise MessageTooLarge(
             f"the data of znode {path}", len(data), MAX_DATA_BYTES, hint="ZooKeeper holds small records only."
         )
-
-
-def _settle(future: asyncio.Future[None], value: None) -> None:
-    if not future.done():
-        future.set_result(value)

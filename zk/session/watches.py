@@ -40,38 +40,52 @@ class OneWatch:
 class Watches:
     """The watches of one session that have not been called yet. Use it in the loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, in_loop: Callable[[Callable[[], None]], None]) -> None:
-        """`in_loop` passes a call to the loop from any thread."""
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        in_loop: Callable[[Callable[[], None]], None],
+        forget: Callable[[str, Watch], None] = lambda path, watch: None,
+    ) -> None:
+        """`in_loop` passes a call to the loop from any thread. `forget` makes kazoo drop the watch of a path."""
         self.loop = loop
         self.in_loop = in_loop
-        self.waiting: set[Watch] = set()
+        self._forget = forget
+        self.waiting: dict[Watch, None] = {}
 
-    def leaving(self, callback: Callable[[], None] | None) -> Leaving:
-        """Leaves `callback` as a watch if the block succeeds; drops it if the block fails."""
-        return Leaving(Watch(self, callback) if callback is not None else None)
+    def leaving(self, callback: Callable[[], None] | None, path: str = "") -> Leaving:
+        """Leaves `callback` as a watch of a path if the block succeeds; drops it if the block fails."""
+        return Leaving(Watch(self, callback, path) if callback is not None else None)
 
     def fire_all(self) -> None:
         """Calls every watch soon: the connection that would have reported changes is gone."""
         for watch in list(self.waiting):
             self.loop.call_soon(watch.fire)
 
+    def leave_kazoo(self) -> None:
+        """Makes kazoo drop the watches: it would keep their callbacks as long as its session lives."""
+        for watch in self.waiting:
+            self._forget(watch.path, watch)
+
 
 class Watch:
     """One watch. kazoo calls the object itself, in its thread."""
 
-    def __init__(self, watches: Watches, callback: Callable[[], None]) -> None:
+    __slots__ = ("_armed", "_callback", "_fired", "_watches", "path")
+
+    def __init__(self, watches: Watches, callback: Callable[[], None], path: str) -> None:
         self._watches = watches
         self._callback = callback
+        self.path = path
         self._armed = False
         self._fired = False
-        watches.waiting.add(self)
+        watches.waiting[self] = None
 
     def __call__(self, _: Any) -> None:
         self._watches.in_loop(self.fire)
 
     def fire(self) -> None:
         """Calls back, or remembers the call, unless it was already done."""
-        self._watches.waiting.discard(self)
+        self._watches.waiting.pop(self, None)
         if not self._fired:
             self._fired = True
             if self._armed:
@@ -86,7 +100,7 @@ class Watch:
     def forget(self) -> None:
         """Notes that the caller got an error instead of an answer: the callback is never called."""
         self._fired = True
-        self._watches.waiting.discard(self)
+        self._watches.waiting.pop(self, None)
 
 
 class Leaving:

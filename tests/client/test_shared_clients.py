@@ -1,0 +1,108 @@
+"""Consumers and producers of one process: they share a session of ZooKeeper, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from metamq import Consumer, Producer, aio
+from metamq.zk.session import channel
+from tests.zk.conftest import take_over
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
+    from tests.client.conftest import Shop
+
+
+def session_of(client: Consumer[Any] | Producer[Any] | aio.Consumer[Any]) -> Session:
+    session = client._core._session
+    assert session is not None
+    return session
+
+
+def test_blocking_clients_share_one_session_and_no_thread_is_added(shop: Shop, group: str) -> None:
+    topic = shop.topic(4)
+    with shop.consumer(topic, group) as first:
+        threads = set(threading.enumerate())
+        with ExitStack() as stack:
+            consumers = [first, *(stack.enter_context(shop.consumer(topic, group)) for _ in range(3))]
+            producers = [stack.enter_context(shop.cluster.producer()) for _ in range(3)]
+            assert {session_of(one).session_id for one in (*consumers, *producers)} == {session_of(first).session_id}
+            assert set(threading.enumerate()) == threads
+            shop.until(lambda: [len(one.assignment) for one in consumers] == [1] * 4)
+        shop.until(lambda: len(first.assignment) == 4)
+        assert len(shop.admin.describe_group(group).members) == 1
+
+
+def test_asyncio_clients_share_one_session(shop: Shop, group: str) -> None:
+    topic = shop.topic(2)
+
+    async def main() -> None:
+        async with (
+            shop.cluster.aio_consumer(topics=topic, group=group) as one,
+            shop.cluster.aio_consumer(topics=topic, group=group) as two,
+            shop.cluster.aio_producer() as producer,
+        ):
+            assert session_of(one).session_id == session_of(two).session_id == producer._core._session.session_id  # type: ignore[union-attr]
+            await asyncio.to_thread(shop.until, lambda: [len(one.assignment), len(two.assignment)] == [1, 1])
+
+    asyncio.run(main())
+
+
+def test_consumers_that_may_own_many_partitions_share_no_session(
+    shop: Shop, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session with too many ephemeral nodes stops an ensemble when it ends."""
+    monkeypatch.setattr(channel, "NODES_MAX", 10)
+    topic = shop.topic(6)
+    pattern = f"{topic[:-1]}?"
+    with shop.consumer(topic, group) as one, shop.consumer(pattern, group) as two, shop.consumer(topic) as reader:
+        assert session_of(one).session_id == session_of(reader).session_id != session_of(two).session_id
+        shop.until(lambda: [len(one.assignment), len(two.assignment)] == [3, 3])
+
+
+@pytest.mark.slow
+def test_all_members_of_a_process_go_on_after_their_session_has_expired(shop: Shop, group: str) -> None:
+    topic = shop.topic(4)
+    handled: Counter[bytes] = Counter()
+
+    def run(consumer: Consumer[Any]) -> None:
+        consumer.run(lambda message: handled.update([message.value]))
+
+    with ExitStack() as stack:
+        consumers = [stack.enter_context(shop.consumer(topic, group, session_timeout_ms=4_000)) for _ in range(3)]
+        session = session_of(consumers[0])
+        handlers = [threading.Thread(target=run, args=(consumer,)) for consumer in consumers]
+        for handler in handlers:
+            handler.start()
+        for turn in range(3):
+            shop.until(lambda: sorted(len(one.assignment) for one in consumers) == [1, 1, 2])
+            values = [b"%d-%d" % (turn, number) for number in range(200)]
+            shop.send(topic, values)
+            shop.until(lambda values=values: all(handled[value] for value in values))  # type: ignore[misc]
+            generation = session.generation
+            take_over(session)
+            shop.until(lambda generation=generation: session.generation > generation)  # type: ignore[misc]
+        shop.until(lambda: sum(offset or 0 for offset in shop.committed(group).values()) == 600)
+        for consumer in consumers:
+            consumer.stop()
+        for handler in handlers:
+            handler.join()
+    assert shop.admin.describe_group(group).members == ()
+
+
+def test_an_idle_producer_has_nothing_to_do_and_a_busy_one_has(shop: Shop) -> None:
+    topic = shop.topic()
+    with shop.cluster.producer() as producer:
+        has_work = producer._core.sender._has_work
+        assert not has_work.is_set()
+        delivery = producer.send(topic, b"1")
+        shop.until(has_work.is_set)
+        delivery.result(60)
+        shop.until(lambda: not has_work.is_set())
+        producer.send(topic, b"2").result(60)
