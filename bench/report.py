@@ -3,8 +3,14 @@
 python bench/report.py [bench/results/latest.json]
 
 The figures of long parts come from files of their own:
+<<<<<<< HEAD
 `./dev bench --only failover --output bench/results/failover.json`, and the same for rolling, security, disk, puts and
 scale. So do those of partitions, scan and console, while the result file lacks them.
+=======
+`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling, security, disk, scale and
+idle.
+So do those of partitions, scan and console, while the result file lacks them.
+>>>>>>> 5db9cd9d (Bench: idle clients of one process)
 """
 
 from __future__ import annotations
@@ -16,7 +22,11 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SIDES = ("broker", "client")
+<<<<<<< HEAD
 OWN_FILES = ("partitions", "scan", "console", "failover", "rolling", "security", "disk", "puts", "scale")
+=======
+OWN_FILES = ("partitions", "scan", "console", "failover", "rolling", "security", "disk", "scale", "idle")
+>>>>>>> 5db9cd9d (Bench: idle clients of one process)
 WAYS = ("send", "send_many", "iteration", "batches", "batches, values", "batches, arrow", "listener")
 
 INTRODUCTION = """# Performance
@@ -382,6 +392,7 @@ def _disk(measured: dict[str, Any]) -> list[str]:
     return lines
 
 
+<<<<<<< HEAD
 def _puts(measured: dict[str, Any]) -> list[str]:
     servers = {
         "echo": "echo",
@@ -417,10 +428,31 @@ def _puts(measured: dict[str, Any]) -> list[str]:
         f"{_raw_us(measured, 'echo'):.0f} µs. A consumer that reads the messages of 100 connections adds "
         f"{measured['read_us']:.0f} µs to each PUT.",
         f"The load of the machine was {measured['load']:.0f}: other work ran beside it.",
+=======
+def _idle(measured: dict[str, Any]) -> list[str]:
+    lines = ["", "## Idle clients", ""]
+    lines.append(
+        "Clients of one process that send and receive nothing. Each consumer is alone in its group. Memory, files and "
+        "processor are those of one client; threads and sessions with ZooKeeper are those of the process."
+    )
+    lines += ["", "| clients | kB | files | threads | sessions | % of a core | to open, ms of a processor |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for row in measured["rows"]:
+        what = f"{row['clients']:,} {row['api']} {row['kind']}s"
+        cells = [f"{row['kb']:.0f}", f"{row['files']:.1f}", f"{row['threads']}", f"{row['sessions']}"]
+        cells += [f"{row['client_percent']:.4f}", f"{row['open_cpu_ms']:.1f}"]
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+    last = measured["rows"][-1]
+    lines += [
+        "",
+        f"Each of the last {last['clients']:,} consumers takes {last['broker_percent']:.4f} % of a core and "
+        f"{last['broker_kb']:.1f} kB of the broker, and {last['zookeeper_percent']:.4f} % of a core of ZooKeeper.",
+>>>>>>> 5db9cd9d (Bench: idle clients of one process)
     ]
     return lines
 
 
+<<<<<<< HEAD
 def _shape(row: dict[str, Any]) -> tuple[int, int, int]:
     return row["connections"], row["window"], row["messages"]
 
@@ -431,6 +463,8 @@ def _raw_us(measured: dict[str, Any], server: str) -> float:
     return us
 
 
+=======
+>>>>>>> 5db9cd9d (Bench: idle clients of one process)
 def _scale(measured: dict[str, Any]) -> list[str]:
     names = {
         "topic": "one more topic, until every replica offers it",
@@ -544,6 +578,7 @@ def main() -> None:
         ("disk", _disk),
         ("puts", _puts),
         ("scale", _scale),
+        ("idle", _idle),
     ):
         if part in results:
             lines += write(results[part])

@@ -7,7 +7,11 @@
     ./dev bench --only scan --gigabytes 10
                                 the memory of a scan, with a topic of this size; it needs as much disk space
     ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; others of this kind are
+<<<<<<< HEAD
                                 rolling, security, disk, cores and puts
+=======
+                                rolling, security, disk, cores and idle
+>>>>>>> 5db9cd9d (Bench: idle clients of one process)
     ./dev bench --only scale --brokers 100 --partitions 20000 --consumers 40
                                 a simulation of a cluster of this size on ZooKeeper, without data; it takes minutes
 
@@ -53,7 +57,11 @@ PARTS = (
     "throughput", "latency", "lifecycle", "partitions", "rebalance", "replication", "transactions", "scan", "console",
     "spark",
 )  # fmt: skip
+<<<<<<< HEAD
 LONG_PARTS = ("failover", "rolling", "security", "disk", "cores", "puts", "scale")
+=======
+LONG_PARTS = ("failover", "rolling", "security", "disk", "cores", "scale", "idle")
+>>>>>>> 5db9cd9d (Bench: idle clients of one process)
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
 ENOUGH_FSYNCS = 1250
@@ -211,6 +219,13 @@ def run_scale(rounds: int, sizes: scale.Sizes) -> dict[str, Any]:
     return scale.measure(sizes, say)
 
 
+def run_idle(rounds: int, most: int) -> dict[str, Any]:
+    """Measures a thousand idle clients of each kind in one process, then `most` consumers, if that is above 0."""
+    import idle
+
+    return idle.measure(say, most)
+
+
 class Targets:
     """The project's targets: (what, figure, target, reached) of each that was measured."""
 
@@ -329,6 +344,13 @@ class Targets:
     def scale(self, measured: dict[str, Any]) -> None:
         """It has no targets: the figures depend on the sizes."""
 
+    def idle(self, measured: dict[str, Any]) -> None:
+        for row in measured["rows"]:
+            what = f"{row['clients']:,} idle {row['api']} {row['kind']}s"
+            self.at_most(f"{what}, kB each", row["kb"], 50)
+            self.at_most(f"{what}, % of a core each", row["client_percent"], 0.02)
+            self.at_most(f"{what}, threads each", row["threads"] / row["clients"], 0.05)
+
     def security(self, measured: dict[str, Any]) -> None:
         for way in ("produce", "consume"):
             for side in ("broker", "client"):
@@ -384,6 +406,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=(*PARTS, *LONG_PARTS), action="append")
     parser.add_argument("--gigabytes", type=float, default=scan.GIGABYTES, help="size of the topic for a scan's memory")
+    parser.add_argument("--clients", type=int, default=0, help="idle: also so many consumers in one process")
     for field in dataclasses.fields(scale.Sizes):
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
@@ -412,6 +435,7 @@ def main() -> int:
         "cores": run_cores,
         "puts": run_puts,
         "scale": partial(run_scale, sizes=_sizes(arguments)),
+        "idle": partial(run_idle, most=arguments.clients),
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds
