@@ -3,14 +3,8 @@
 python bench/report.py [bench/results/latest.json]
 
 The figures of long parts come from files of their own:
-<<<<<<< HEAD
-`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling, security, disk, puts and
-scale. So do those of partitions, scan and console, while the result file lacks them.
-=======
-`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling, security, disk, scale and
-idle.
-So do those of partitions, scan and console, while the result file lacks them.
->>>>>>> 5db9cd9d (Bench: idle clients of one process)
+`./dev bench --only failover --output bench/results/failover.json`, and the same for rolling, security, disk, puts,
+scale and idle. So do those of partitions, scan and console, while the result file lacks them.
 """
 
 from __future__ import annotations
@@ -22,11 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SIDES = ("broker", "client")
-<<<<<<< HEAD
-OWN_FILES = ("partitions", "scan", "console", "failover", "rolling", "security", "disk", "puts", "scale")
-=======
-OWN_FILES = ("partitions", "scan", "console", "failover", "rolling", "security", "disk", "scale", "idle")
->>>>>>> 5db9cd9d (Bench: idle clients of one process)
+OWN_FILES = ("partitions", "scan", "console", "failover", "rolling", "security", "disk", "puts", "scale", "idle")
 WAYS = ("send", "send_many", "iteration", "batches", "batches, values", "batches, arrow", "listener")
 
 INTRODUCTION = """# Performance
@@ -392,7 +382,6 @@ def _disk(measured: dict[str, Any]) -> list[str]:
     return lines
 
 
-<<<<<<< HEAD
 def _puts(measured: dict[str, Any]) -> list[str]:
     servers = {
         "echo": "echo",
@@ -428,7 +417,10 @@ def _puts(measured: dict[str, Any]) -> list[str]:
         f"{_raw_us(measured, 'echo'):.0f} µs. A consumer that reads the messages of 100 connections adds "
         f"{measured['read_us']:.0f} µs to each PUT.",
         f"The load of the machine was {measured['load']:.0f}: other work ran beside it.",
-=======
+    ]
+    return lines
+
+
 def _idle(measured: dict[str, Any]) -> list[str]:
     lines = ["", "## Idle clients", ""]
     lines.append(
@@ -447,12 +439,10 @@ def _idle(measured: dict[str, Any]) -> list[str]:
         "",
         f"Each of the last {last['clients']:,} consumers takes {last['broker_percent']:.4f} % of a core and "
         f"{last['broker_kb']:.1f} kB of the broker, and {last['zookeeper_percent']:.4f} % of a core of ZooKeeper.",
->>>>>>> 5db9cd9d (Bench: idle clients of one process)
     ]
     return lines
 
 
-<<<<<<< HEAD
 def _shape(row: dict[str, Any]) -> tuple[int, int, int]:
     return row["connections"], row["window"], row["messages"]
 
@@ -463,8 +453,6 @@ def _raw_us(measured: dict[str, Any], server: str) -> float:
     return us
 
 
-=======
->>>>>>> 5db9cd9d (Bench: idle clients of one process)
 def _scale(measured: dict[str, Any]) -> list[str]:
     names = {
         "topic": "one more topic, until every replica offers it",

@@ -7,11 +7,7 @@
     ./dev bench --only scan --gigabytes 10
                                 the memory of a scan, with a topic of this size; it needs as much disk space
     ./dev bench --only failover a part that takes an hour, and is not in the run of all parts; others of this kind are
-<<<<<<< HEAD
-                                rolling, security, disk, cores and puts
-=======
-                                rolling, security, disk, cores and idle
->>>>>>> 5db9cd9d (Bench: idle clients of one process)
+                                rolling, security, disk, cores, puts and idle
     ./dev bench --only scale --brokers 100 --partitions 20000 --consumers 40
                                 a simulation of a cluster of this size on ZooKeeper, without data; it takes minutes
 
@@ -57,11 +53,7 @@ PARTS = (
     "throughput", "latency", "lifecycle", "partitions", "rebalance", "replication", "transactions", "scan", "console",
     "spark",
 )  # fmt: skip
-<<<<<<< HEAD
-LONG_PARTS = ("failover", "rolling", "security", "disk", "cores", "puts", "scale")
-=======
-LONG_PARTS = ("failover", "rolling", "security", "disk", "cores", "scale", "idle")
->>>>>>> 5db9cd9d (Bench: idle clients of one process)
+LONG_PARTS = ("failover", "rolling", "security", "disk", "cores", "puts", "scale", "idle")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured directly before it."""
 ENOUGH_FSYNCS = 1250
