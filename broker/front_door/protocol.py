@@ -82,14 +82,12 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._writable = True
         self._reading_paused = False
         self._inflight_bytes = 0
-        self._large_bytes = 0
-        """The size of the large frame in progress; 0: none."""
+        self._large_bytes = 0  # the size of the large frame in progress; 0: none
         self._granted = True  # False: its memory is not reserved yet
         self._throttle = Throttle(loop, self._delayed, self._goes_on)
         self._paid: Request | None = None
         """A request whose frame was large: it was counted when the frame began."""
-        self._received_bytes = 0
-        """Bytes since the last sweep."""
+        self._received_bytes = 0  # since the last sweep
         self._unread = UnreadAnswers(door.answers, self, loop.time())
         self._unsent: list[Buffer] = []  # small answers of this turn of the loop
         self._greeted_at = math.inf
@@ -122,8 +120,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         )  # fmt: skip
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
-        self._transport = transport
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
@@ -266,8 +263,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _refused(self, refusal: NotAuthorized) -> None:
         self._door.counters.refusals += 1
-        what = f"{refusal.right} {refusal.resource}"
-        self._door.audit.record(REFUSED, self.principal, self.peer, what, allowed=False)
+        self._door.audit.record(
+            REFUSED, self.principal, self.peer, f"{refusal.right} {refusal.resource}", allowed=False
+        )
 
     def decided(self, what: str, kind: str = COMMAND) -> None:
         """Notes an allowed act in the audit log: a command of an operator unless `kind` is another."""
