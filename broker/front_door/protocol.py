@@ -90,15 +90,13 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._received_bytes = 0  # since the last sweep
         self._unread = UnreadAnswers(door.answers, self, loop.time())
         self._unsent: list[Buffer] = []  # small answers of this turn of the loop
-        self._greeted_at = math.inf
-        """The time of its HELLO; infinite before HELLO and after the first request."""
+        self._greeted_at = math.inf  # the time of its HELLO; infinite before HELLO and after the first request
         self._place = ConnectionFate.SERVED
         self._address = ""
         self._suspect = False
         self._waiting: deque[Request] = deque()
         """Received requests that are not begun, as while the client does not read."""
-        self._unpacking: Request | None = None
-        """A request with a large header, which is unpacked in a slice."""
+        self._unpacking: Request | None = None  # A request with a large header, which is unpacked in a slice
         self._broken: ProtocolError | None = None
         self._ended = False  # True: the end of the stream was sent
         self.principal = ""

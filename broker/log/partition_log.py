@@ -69,8 +69,7 @@ class PartitionLog(DurableLog):
         self.recovery: RecoveryReport = recovered.report
         self._producers: ProducerStates | None = recovered.producers
         self._epochs: EpochList | None = None
-        self._epoch = -1
-        """The epoch under which appends skip the check of earlier epochs; -1: none."""
+        self._epoch = -1  # the epoch under which appends skip the check of earlier epochs; -1: none
         self._checkpoint_position = recovered.snapshots[-1].position if recovered.snapshots else -1
         self._expire_producers(now_us)
 
@@ -292,8 +291,7 @@ class PartitionLog(DurableLog):
 
     def _save_producers(self, states: ProducerStates) -> None:
         """Saves the states as of the end; the next flush makes the file durable. Raises OSError."""
-        path = self._store.save_producers(states, self.end_offset, self.end_position)
-        self._unsynced.update((path, self._folder))
+        self._unsynced.update((self._store.save_producers(states, self.end_offset, self.end_position), self._folder))
 
     def _expire_producers(self, now_us: int) -> None:
         self._expired_us = now_us
@@ -548,8 +546,7 @@ class PartitionLog(DurableLog):
             self._finish_now(self._ticket)
         self._reserve_descriptors("emptying the log")
         point = fresh.empty_point(offset, position)
-        is_new = point == self._make_point(clean=True) and self.end_position == position
-        if is_new and not is_decided:
+        if not is_decided and point == self._make_point(clean=True) and self.end_position == position:
             self._take_point(self._point)
             return []
         self._writing, self._refusal = False, None

@@ -156,8 +156,7 @@ async def describe_group(
     topics = read.union(kept) - (_cleared_topics(records) - read)
     configs, problems = await read_configs(cluster, topics)
     configured = {tp: (config.id, LATEST) for config in configs.values() for tp in config.topic_partitions}
-    known = (tp for tp in records if tp.topic in topics)
-    tps = sorted({*owners, *configured, *known}, key=partition_order)
+    tps = sorted({*owners, *configured, *(tp for tp in records if tp.topic in topics)}, key=partition_order)
     found = await ask_offsets(cluster, configured)
     partitions = [
         _partition(
@@ -395,15 +394,11 @@ async def delete_offsets(cluster: ClusterClient, group: str, topic: str, *, dry_
 async def _check_unread(session: Session, group: str, topics: Set[str], consequence: str) -> None:
     """Raises ConfigError with the names of the members that read one of the topics."""
     present = await _members(session, group)
-    readers = [
-        f"{one.consumer_id} (process {one.pid} on {one.host})"
-        for one in present.values()
-        if topics & selected(one.topics, topics)
-    ]
+    readers = [one for one in present.values() if topics & selected(one.topics, topics)]
     if readers:
         raise ConfigError(
             f"group {group!r} has members that read topic {', '.join(sorted(topics))}, {consequence}: "
-            f"{', '.join(readers)}",
+            f"{', '.join(f'{one.consumer_id} (process {one.pid} on {one.host})' for one in readers)}",
             hint="Stop them first; `metamq group evict` removes one that is stuck.",
         )
 
@@ -559,8 +554,7 @@ async def evict(cluster: ClusterClient, group: str, consumer_id: str) -> tuple[T
     """Removes a member. See Admin.evict."""
     await check_exists(cluster.session, group)
     check_consumer(consumer_id)
-    freed = await members.evict(cluster.session, group, consumer_id)
-    return tuple(sorted(freed, key=partition_order))
+    return tuple(sorted(await members.evict(cluster.session, group, consumer_id), key=partition_order))
 
 
 async def delete_group(cluster: ClusterClient, group: str) -> None:

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import Context
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.consumer.health import PUBLISH_LIMIT_S, ConsumerHealth, ProgressWatch, done_offsets, health_of
@@ -119,9 +118,8 @@ class ConsumerCore:
             await self._storage.check()
             self._assignment = self._make_assignment(session)
             self.commits = OffsetCommits(self.plan, options, self.inbox, self._assignment, self.outages.errors)
-            parts = self._lease, self.inbox, self._assignment, self.outages, self._finder
-            delayed_s = partial(getattr, self.cluster.connections, "delayed_s")
-            self.end = LoopEnd(access.zookeeper, *parts, pauses=self._needs_lease, delayed_s=delayed_s)
+            parts = self._lease, self.inbox, self._assignment, self.outages, self._finder, self.cluster.connections
+            self.end = LoopEnd(access.zookeeper, *parts, pauses=self._needs_lease)
             await create_retry_topic(self.cluster, self.plan.retry_topic)
             await self._assignment.start()
         except BaseException:
@@ -211,8 +209,7 @@ class ConsumerCore:
         """Commits the group's start before any message is done. Otherwise each new owner finds another "latest"."""
         assert state.claim is not None
         request = CommitRequest(state.claim, first.offset, first.epoch)
-        refused = await self.commits.commit(lambda: [request])
-        for error in refused.values():
+        for error in (await self.commits.commit(lambda: [request])).values():
             raise error
 
     def _is_ours(self, state: PartitionState) -> bool:

@@ -17,7 +17,7 @@ import enum
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from metamq.client.fetch.inbox import Inbox, PartitionState
     from metamq.client.fetch.start_offsets import OffsetFinder
     from metamq.client.net.outages import Outages
+    from metamq.client.net.transport import Connections
     from metamq.zk.partitions import TopicPartition
     from metamq.zk.session.lease import Lease
 
@@ -104,11 +105,10 @@ class LoopEnd:
     assignment: Assignment
     outages: Outages
     finder: OffsetFinder
+    connections: Connections
     _: KW_ONLY
     pauses: bool
     """True if the consumer delivers nothing without the lease, and logs that itself."""
-    delayed_s: Callable[[], float]
-    """Returns the seconds for which brokers delay this client, since it is above its quota."""
     _placing: dict[PartitionState, None] = field(default_factory=dict, init=False)
     _placed_at: float = field(default_factory=time.monotonic, init=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -168,7 +168,7 @@ class LoopEnd:
         return Obstacle(error, time.monotonic() - over_s, outages.PATIENCE_S)
 
     def _not_placed(self) -> Obstacle | None:
-        if self.delayed_s():  # above its quota: the brokers are alive
+        if self.connections.delayed_s:  # above its quota: the brokers are alive
             self._placed_at = time.monotonic()
         waiting = [state for state in list(self._placing) if not state.starting]
         if not self._placing:

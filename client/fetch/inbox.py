@@ -59,12 +59,10 @@ class PartitionState:
 
     tp: TopicPartition
     claim: Ownership | None
-    next_offset: int
-    """The next offset to deliver, while no batch is in flight."""
+    next_offset: int  # the next offset to deliver, while no batch is in flight
     start: tuple[int, int] | None = None
     """The start offset and the epoch before it. None if the group had an offset."""
-    commit_tried: bool = False
-    """True after any commit: it may have succeeded, although its answer was lost."""
+    commit_tried: bool = False  # True after any commit: it may have succeeded, although its answer was lost
     committed_offset: int | None = None
     floor_offset: int = 0
     """The offset of the last commit since the assignment or the last seek. What is done commits no lower one: the
@@ -79,8 +77,7 @@ class PartitionState:
     """The offset after the last message whose listener returned. Set without the lock, by the handler."""
     sought_offset: int | None = None
     """The target of the application's last seek, until the next commit in a transaction of its own."""
-    seeks: int = 0
-    """The number of seeks."""
+    seeks: int = 0  # the number of seeks
     epoch: int = -1
     """The epoch of the message before `next_offset`; -1: not known."""
     buffered: deque[MessageBatch[Any]] = field(default_factory=deque)

@@ -95,15 +95,13 @@ class Accumulator:
         self.outstanding: dict[OutgoingBatch, None] = {}
         self.buffered_bytes = 0
         self.closed_by: MetamqError | None = None
-        self._fast = dict(self.buffers)
-        """The same buffers for the hot path, which checks nothing else; empty once closed."""
+        self._fast = dict(self.buffers)  # for the hot path, which checks nothing else; empty once closed
         self._batch_bytes = batch_bytes
         self._buffer_bytes = buffer_bytes
         self._message_bytes_max = message_bytes_max
         self._partitioner = partitioner
         self._wake = wake
-        self._wait_s = wait_s
-        """Seconds that `send` may wait for capacity: None without limit, 0 not at all."""
+        self._wait_s = wait_s  # seconds that `send` may wait for capacity: None without limit, 0 not at all
         self._owner = owner
 
     def _make_lock(self) -> None:
@@ -343,8 +341,7 @@ class Accumulator:
         sizes: list[int],
         headers: ManyHeaders,
     ) -> ManyDelivery:
-        total = sum(sizes) + len(sizes) * MESSAGE_OVERHEAD_BYTES
-        parts = [self._placeholder(buffer, total)]
+        parts = [self._placeholder(buffer, sum(sizes) + len(sizes) * MESSAGE_OVERHEAD_BYTES)]
 
         def place(begun_ns: int) -> OutgoingBatch | None:
             try:
