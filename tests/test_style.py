@@ -16,8 +16,8 @@ import pytest
 pytestmark = pytest.mark.lint
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE_LINES_MAX = 600
-FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX, FUNCTION_LINES_MAX = 597, 56
+TEST_FILE_LINES_MAX, TEST_FUNCTION_LINES_MAX = 600, 70
 FOLDER_FILES_MAX = 15
 
 GENERATED = {"build", "dist", "__pycache__", "metamq-data", "results"}
@@ -116,15 +116,27 @@ def test_a_class_name_means_one_thing() -> None:
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
+def limit(name: str, of_the_product: int, of_tests: int) -> int:
+    return (
+        of_the_product if name.split("/")[0] not in ("tests", "bench", "examples", ".ci", "integrations") else of_tests
+    )
+
+
 def test_files_are_short() -> None:
     lengths = {name: files()[name].count("\n") for name in modules()}
-    assert {name: lines for name, lines in lengths.items() if lines > FILE_LINES_MAX} == {}
+    assert {
+        name: lines for name, lines in lengths.items() if lines > limit(name, FILE_LINES_MAX, TEST_FILE_LINES_MAX)
+    } == {}
 
 
 def test_functions_are_short() -> None:
     lengths = {name: lines for module in modules().values() for name, lines in module.functions.items()}
     assert len(lengths) > 5_000
-    assert {name: lines for name, lines in lengths.items() if lines > FUNCTION_LINES_MAX} == {}
+    assert {
+        name: lines
+        for name, lines in lengths.items()
+        if lines > limit(name, FUNCTION_LINES_MAX, TEST_FUNCTION_LINES_MAX)
+    } == {}
 
 
 def test_every_module_says_what_it_owns() -> None:

@@ -135,12 +135,10 @@ class Consumer(ConsumerApi[T]):
         self._filter = filter
         self._in_flight: InFlightBatch | None = None
         self._slices: Iterator[Iterator[tuple[Any, ...]]] | None = None
-        self._slice: Iterator[Message[T]] = iter(())
-        """The messages of the present slice, for poll()."""
+        self._slice: Iterator[Message[T]] = iter(())  # the messages of the present slice, for poll()
         self._one_loop = OneLoop()
         self._closed = True
-        self._unclosed = threading.Lock()
-        """Held until the end of close(). It takes a tenth of the memory of an event."""
+        self._unclosed = threading.Lock()  # held until the end of close(); a tenth of the memory of an event
         self._unclosed.acquire()
         self._background = background()
         self._core = ConsumerCore(

@@ -117,27 +117,12 @@ def consumer_plan(
         if decode is not None:
             raise ConfigError(f"{topics!r} decodes its values, and there is `decode=`", hint="Leave `decode=` out.")
         decode, topics = topics.decode, topics.name
-    if not isinstance(topics, str | Collection):
-        raise wrong_type("`topics`", "a name or a list of names", topics)
-    if mixed := next((one for one in topics if isinstance(one, Topic)), None):
-        raise ConfigError(
-            f"`topics` is a list with {mixed!r}, and a Topic decodes the values of one topic only",
-            hint="Give topics=<the Topic>. Or give names, and decode message.value yourself, by the Topic's decode().",
-        )
     for name, flag in (("auto_commit", auto_commit), ("broadcast", broadcast), ("retry_topic", retry_topic)):
         if not isinstance(flag, bool):
             raise wrong_type(f"`{name}`", "True or False", flag)
     if offsets is not None and not hasattr(offsets, "claimed"):
         raise wrong_type("`offsets`", "a DatabaseOffsets(connect) or FileOffsets(path)", offsets)
-    names = (topics,) if isinstance(topics, str) else tuple(dict.fromkeys(topics))
-    if not names:
-        raise ConfigError("a consumer needs a topic", hint='Give topics=["name"].')
-    patterns = [name for name in names if is_pattern(check_subscription(name))]
-    if patterns and (group is None or broadcast):
-        raise ConfigError(
-            f"topic {patterns[0]!r} is a pattern, and this consumer is no member of a group",
-            hint="Give group=, without broadcast=True. `Admin.topics()` has the topics that exist.",
-        )
+    names = _topic_names(topics, is_member=group is not None and not broadcast)
     if group is not None:
         check_group(group)
     retry = _retry_topic(group, broadcast=broadcast) if retry_topic else None
@@ -145,13 +130,7 @@ def consumer_plan(
         raise ConfigError(f"`start` is {start!r}", hint="Give 'earliest', 'latest' or an aware datetime.")
     if on_data_loss not in ("earliest", "latest", "fail"):
         raise ConfigError(f"`on_data_loss` is {on_data_loss!r}", hint="Choose 'earliest', 'latest' or 'fail'.")
-    if broadcast and (group is None or offsets is None):
-        raise ConfigError(
-            "a broadcast consumer keeps its own offsets",
-            hint="Give group= and offsets=FileOffsets(path) with a path of its own for each consumer.",
-        )
-    if offsets is not None and group is None:
-        raise ConfigError("`offsets` are kept for a group", hint="Give group=, or leave offsets= out.")
+    _check_offsets(group, broadcast, offsets)
     return ConsumerPlan(
         topics=names if retry is None else tuple(dict.fromkeys((*names, retry))),
         group=group,
@@ -166,6 +145,37 @@ def consumer_plan(
         typed=typed,
         retry_topic=retry,
     )
+
+
+def _topic_names(topics: Collection[str] | str, *, is_member: bool) -> tuple[str, ...]:
+    """Returns the names and patterns. Raises ConfigError."""
+    if not isinstance(topics, str | Collection):
+        raise wrong_type("`topics`", "a name or a list of names", topics)
+    if mixed := next((one for one in topics if isinstance(one, Topic)), None):
+        raise ConfigError(
+            f"`topics` is a list with {mixed!r}, and a Topic decodes the values of one topic only",
+            hint="Give topics=<the Topic>. Or give names, and decode message.value yourself, by the Topic's decode().",
+        )
+    names = (topics,) if isinstance(topics, str) else tuple(dict.fromkeys(topics))
+    if not names:
+        raise ConfigError("a consumer needs a topic", hint='Give topics=["name"].')
+    patterns = [name for name in names if is_pattern(check_subscription(name))]
+    if patterns and not is_member:
+        raise ConfigError(
+            f"topic {patterns[0]!r} is a pattern, and this consumer is no member of a group",
+            hint="Give group=, without broadcast=True. `Admin.topics()` has the topics that exist.",
+        )
+    return names
+
+
+def _check_offsets(group: str | None, broadcast: bool, offsets: OffsetStorage | None) -> None:
+    if broadcast and (group is None or offsets is None):
+        raise ConfigError(
+            "a broadcast consumer keeps its own offsets",
+            hint="Give group= and offsets=FileOffsets(path) with a path of its own for each consumer.",
+        )
+    if offsets is not None and group is None:
+        raise ConfigError("`offsets` are kept for a group", hint="Give group=, or leave offsets= out.")
 
 
 def _retry_topic(group: str | None, *, broadcast: bool) -> str:
