@@ -10,6 +10,16 @@ import logging
 from datetime import UTC, datetime
 from typing import Any
 
+import click
+
+LOG_FORMAT = click.option(
+    "--log-format",
+    type=click.Choice(("text", "json")),
+    envvar="METAMQ_LOG_FORMAT",
+    default="text",
+    show_default=True,
+    help="Log lines as text, or each as a JSON object.",
+)
 _KNOWN = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "taskName"}
 
 

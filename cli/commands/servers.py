@@ -20,7 +20,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.broker.process.parent import follow_parent
 from metamq.cli.command import CliCommand, Group
 from metamq.cli.context import current
-from metamq.cli.json_log import log_as_json
+from metamq.cli.json_log import LOG_FORMAT, log_as_json
 from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars
 from metamq.cli.show.output import TABLE_OR_JSON, TEXT_OR_JSON, print_json, print_json_line, print_table, say
 from metamq.cli.show.progress import download_progress
@@ -121,14 +121,7 @@ def _settings(function: Callable[..., int]) -> Callable[..., int]:
 @click.group(cls=Group, invoke_without_command=True)
 @_settings
 @TEXT_OR_JSON
-@click.option(
-    "--log-format",
-    type=click.Choice(("text", "json")),
-    envvar="METAMQ_LOG_FORMAT",
-    default="text",
-    show_default=True,
-    help="Log lines as text, or each as a JSON object.",
-)
+@LOG_FORMAT
 @click.option("--with-parent", is_flag=True, hidden=True)
 @click.option(_AS_WORKER, "as_worker", is_flag=True, hidden=True)
 @click.pass_context

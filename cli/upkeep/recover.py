@@ -1,79 +1,22 @@
-"""`metamq tx recover`: a Recoverer for a database, for one pass or as a service with a page for its readiness."""
+"""`metamq tx recover`: a Recoverer for a database, for one pass or as a service."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
+from metamq.cli.json_log import LOG_FORMAT, log_as_json
 from metamq.cli.show.output import TEXT_OR_JSON, print_json, print_json_line, say
 from metamq.cli.show.two_signals import TwoSignals
 from metamq.cli.show.units import DURATION, Parsed
 from metamq.cli.upkeep.database import HELP, Connect, parse_database
-from metamq.errors import MetamqError
 
 if TYPE_CHECKING:
-    from metamq.tx.database.recoverer import Recovered, Recoverer
-
-POLL_S = 0.2
-HUNG_S = 300.0
-"""A pass that takes longer hangs, most likely at the database."""
-
-
-class RecoveryState:
-    """The state of the service, for its pages. Any thread may read it."""
-
-    def __init__(self) -> None:
-        self._problems = ["no pass has ended yet"]
-        """Empty after a good pass."""
-        self._began: float | None = None
-
-    def pass_once(self, recoverer: Recoverer) -> Recovered | None:
-        """Makes a pass. Returns its result; None after an error, which is then the problem."""
-        self._began = time.monotonic()
-        try:
-            done = recoverer.run_once()
-        except MetamqError as error:
-            self.note([str(error)])
-            return None
-        finally:
-            self._began = None
-        self.note([str(one) for one in done.problems])
-        return done
-
-    def note(self, problems: list[str]) -> None:
-        """Prints the problems that are new, and their end."""
-        for problem in problems:
-            if problem not in self._problems:
-                say(f"Recovery will be tried again: {problem}")
-        if self._problems and not problems:
-            say("Recovery works.")
-        self._problems = problems
-
-    def page(self, path: str) -> tuple[bool, str] | None:
-        """Returns if the service is ready, or healthy, and the reason; None: there is no such page."""
-        began = self._began
-        is_hung = began is not None and time.monotonic() - began > HUNG_S
-        if path == "/healthz":
-            return not is_hung, f"a pass takes more than {HUNG_S:g} s" if is_hung else "healthy"
-        if path == "/readyz":
-            problems = [*self._problems, *(["a pass hangs"] if is_hung else [])]
-            return not problems, "\n".join(problems) or "ready"
-        return None
-
-    def respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Answers a request of WSGI."""
-        from metamq.broker.process.pages import BAD, GOOD, MISSING, Page
-
-        found = self.page(environ["PATH_INFO"])
-        if found is None:
-            return Page.text(MISSING, "/healthz and /readyz are here.").send(start_response)
-        return Page.text(GOOD if found[0] else BAD, found[1]).send(start_response)
+    from metamq.tx.database.recoverer import Recoverer
 
 
 @click.command(cls=CliCommand)
@@ -89,9 +32,10 @@ class RecoveryState:
     "--every", "every_ms", type=DURATION, help="Run as a service: a pass this often, until SIGTERM or Ctrl-C."
 )
 @click.option(
-    "--http-port", type=click.IntRange(0, 65535), help="Port of the service's /healthz and /readyz; 0 takes a free one."
+    "--http-port", type=click.IntRange(0, 65535), help="Port of /metrics, /healthz, /readyz; 0 takes a free port."
 )
 @click.option("--http-host", default="127.0.0.1", show_default=True, help="Address of that port.")
+@LOG_FORMAT
 @TEXT_OR_JSON
 def recover(
     connect: Connect,
@@ -100,6 +44,7 @@ def recover(
     every_ms: int | None,
     http_port: int | None,
     http_host: str,
+    log_format: str,
     output: str,
 ) -> int:
     """End the branches that crashed `dbtx` processes left, as the database has decided.
@@ -119,6 +64,9 @@ def recover(
         raise click.UsageError("--every is 0: give a time like 5s")
     if every_ms is not None:
         current().log(logging.INFO)
+        if log_format == "json":
+            log_as_json()
+            current().logs_json = True
     from metamq.tx.database.recoverer import Recoverer
 
     given: dict[str, Any] = {"grace_s": grace_ms / 1000} | ({} if table is None else {"table": table})
@@ -138,22 +86,15 @@ def recover(
 
 
 def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, output: str, stops: TwoSignals) -> int:
-    state = RecoveryState()
-    server = None
-    if port is not None:
-        from metamq.broker.process.http import StatusServer
+    from metamq.broker.process.http import StatusServer
+    from metamq.cli.upkeep.recovery_service import RecoveryService
 
-        server = StatusServer(host, port, state.respond)
+    service = RecoveryService(recoverer)
+    server = StatusServer(host, port, service.respond) if port is not None else None
     try:
         if output == "json":
             print_json_line({"http_port": server.port if server is not None else -1})
-        while not stops.asked:
-            done = state.pass_once(recoverer)
-            if done is not None and done.committed + done.rolled_back:
-                say(f"{done.committed} committed, {done.rolled_back} rolled back.")
-            next_pass = time.monotonic() + every_s
-            while not stops.asked and time.monotonic() < next_pass:
-                time.sleep(min(POLL_S, every_s))
+        service.run(every_s, stops)
     finally:
         if server is not None:
             server.close()

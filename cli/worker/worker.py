@@ -15,7 +15,7 @@ import click
 from metamq.broker.process.parent import follow_parent
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
-from metamq.cli.json_log import log_as_json
+from metamq.cli.json_log import LOG_FORMAT, log_as_json
 from metamq.cli.processes import Stopped
 from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.show.two_signals import TwoSignals
@@ -135,14 +135,7 @@ TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else chec
     help="Port of /metrics, /healthz, /readyz; 0 takes a free port, -1 none.",
 )
 @click.option("--http-host", default="127.0.0.1", show_default=True, help="Address of that port.")
-@click.option(
-    "--log-format",
-    type=click.Choice(("text", "json")),
-    envvar="METAMQ_LOG_FORMAT",
-    default="text",
-    show_default=True,
-    help="Log lines as text, or each as a JSON object.",
-)
+@LOG_FORMAT
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes of this worker.")
 @click.option(
     "--max-messages",

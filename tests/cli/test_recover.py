@@ -123,7 +123,7 @@ def test_a_service_is_ready_while_its_passes_end_well(
     killed(running, topic, str(file), "prepared")
     hidden = file.with_suffix(".hidden")
     file.rename(hidden)
-    options = ("--every", "100ms", "--grace", "0s", "--http-port", 0, "-o", "json")
+    options = ("--every", "100ms", "--grace", "0s", "--http-port", 0, "-o", "json", "--log-format", "json")
     service = process("tx", "recover", "--database", "shop:connect", *options, cwd=file.parent)
     said: list[bytes] = []
     reader = threading.Thread(target=lambda: said.extend(service.stderr or ()))
@@ -137,7 +137,7 @@ def test_a_service_is_ready_while_its_passes_end_well(
         return 0, ""
 
     until(lambda: "has no table" in page("/readyz")[1])
-    assert (page("/readyz")[0], page("/healthz")[0], page("/metrics")[0]) == (503, 200, 404)
+    assert (page("/readyz")[0], page("/healthz")[0], page("/else")[0]) == (503, 200, 404)
     assert prepared(metamq) == 1
     hidden.rename(file)
     until(lambda: page("/readyz") == (200, "ready\n"))
@@ -151,12 +151,17 @@ def test_a_service_is_ready_while_its_passes_end_well(
     finally:
         running.broker.thaw()
     until(lambda: page("/readyz")[0] == 200)
+    figures = page("/metrics")[1]
+    for outcome in ("committed", "rolled back"):
+        assert f'metamq_recovery_branches_total{{outcome="{outcome}"}} 1.0' in figures
+    assert "metamq_recovery_left_branches 0.0" in figures
     service.send_signal(signal.SIGTERM)
     assert service.wait(60) == 0
     reader.join(60)
-    lines = [line.decode() for line in said]
-    assert any("has no table" in line for line in lines)
-    assert {"0 committed, 1 rolled back.\n", "1 committed, 0 rolled back.\n", "Recovery works.\n"} <= {*lines}
+    lines = [json.loads(line) for line in said]
+    assert any("has no table" in line["message"] for line in lines)
+    messages_of = {line["message"] for line in lines if line["logger"] == "metamq.cli"}
+    assert {"0 committed, 1 rolled back", "1 committed, 0 rolled back", "recovery works"} <= messages_of
 
 
 @pytest.mark.slow

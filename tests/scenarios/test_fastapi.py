@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import httpx2 as httpx
 import pytest
@@ -64,10 +65,13 @@ def running() -> Iterator[Cluster]:
 
 
 @contextmanager
-def process(files: Path, running: Cluster, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    files: Path, running: Cluster, *arguments: str, stdout: IO[str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Runs Python in the folder of the page. At the end it stops by SIGTERM, unless the test has killed it."""
+    command = [sys.executable, "-W", "error", *arguments]
     environment = {**os.environ, "METAMQ_ZOOKEEPER": running.zookeeper}
-    with subprocess.Popen([sys.executable, "-W", "error", *arguments], cwd=files, env=environment) as one:
+    with subprocess.Popen(command, cwd=files, env=environment, stdout=stdout) as one:
         try:
             yield one
             if one.poll() == -signal.SIGKILL:
@@ -79,11 +83,15 @@ def process(files: Path, running: Cluster, *arguments: str) -> Iterator[subproce
 
 
 @contextmanager
-def served(files: Path, running: Cluster, app: str) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+def served(
+    files: Path, running: Cluster, app: str, stdout: IO[str] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
     """A service, ready."""
     port = free_port()
     with (
-        process(files, running, "-m", "uvicorn", app, "--port", str(port), "--log-level", "warning") as one,
+        process(
+            files, running, "-m", "uvicorn", app, "--port", str(port), "--log-level", "warning", stdout=stdout
+        ) as one,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SLOW_S) as client,
     ):
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import psycopg
@@ -137,3 +138,39 @@ def test_while_the_database_is_down_orders_wait(
         wait_until(lambda: client.get(f"/orders/{waiting}/parcel").status_code == 200, what="the parcel")
     with running.admin() as admin:
         assert "shipping.dead-letter" not in admin.topics()
+
+
+def test_metrics_traces_and_logs(
+    commands: list[list[str]], database: Postgres, running: Cluster, tmp_path: Path
+) -> None:
+    shop = tmp_path / "shop.py"
+    shop.write_text(f"import telemetry\n{shop.read_text()}")
+    recovery, worker = commands
+    ports = free_port(), free_port()
+    recovery = [*recovery, "--http-port", str(ports[0]), "--log-format", "json"]
+    with (
+        (tmp_path / "web.spans").open("w") as web_spans,
+        (tmp_path / "worker.spans").open("w") as worker_spans,
+        process(tmp_path, running, *recovery),
+        process(tmp_path, running, *on_port(worker, ports[1]), "--log-format", "json", stdout=worker_spans),
+        served(tmp_path, running, "web:app", web_spans) as (_web, client),
+    ):
+        number = client.post("/orders", json={"product": "tea"}).json()["id"]
+        wait_until(lambda: client.get(f"/orders/{number}/parcel").status_code == 200, what="the parcel")
+        assert 'metamq_dbtx_stored_messages_total{topic="orders"} 1.0' in client.get("/metrics/").text
+        assert "metamq_consumer_handler_seconds_count" in http_get(ports[1], "/metrics")[1]
+        wait_until(lambda: 'passes_total{result="good"}' in http_get(ports[0], "/metrics")[1], what="a pass")
+    (sent,) = (one for one in spans(tmp_path / "web.spans") if one["name"] == "dbtx")
+    processed = [one for one in spans(tmp_path / "worker.spans") if one["name"] == "process orders"]
+    links = [link["context"]["trace_id"] for one in processed for link in one["links"]]
+    assert links == [sent["context"]["trace_id"]]
+
+
+def spans(file: Path) -> list[dict[str, Any]]:
+    """The spans that a program has printed."""
+    found, text, decoder = [], file.read_text(), json.JSONDecoder()
+    while text := text.lstrip():
+        one, end = decoder.raw_decode(text)
+        found.append(one)
+        text = text[end:]
+    return found
