@@ -89,12 +89,12 @@ def _serve(recoverer: Recoverer, every_s: float, host: str, port: int | None, ou
     from metamq.broker.process.http import StatusServer
     from metamq.cli.upkeep.recovery_service import RecoveryService
 
-    service = RecoveryService(recoverer)
+    service = RecoveryService(recoverer, stops)
     server = StatusServer(host, port, service.respond) if port is not None else None
     try:
         if output == "json":
             print_json_line({"http_port": server.port if server is not None else -1})
-        service.run(every_s, stops)
+        service.run(every_s)
     finally:
         if server is not None:
             server.close()

@@ -28,8 +28,9 @@ HUNG_S = 300.0
 class RecoveryService:
     """Makes passes until a signal, and has their state for its pages. Any thread may ask for a page."""
 
-    def __init__(self, recoverer: Recoverer) -> None:
+    def __init__(self, recoverer: Recoverer, stops: TwoSignals) -> None:
         self._recoverer = recoverer
+        self._stops = stops
         self._problems = ["no pass has ended yet"]
         """Empty after a good pass."""
         self._began: float | None = None
@@ -46,12 +47,12 @@ class RecoveryService:
         for outcome in ("committed", "rolled back"):
             self._ended.labels(outcome)
 
-    def run(self, every_s: float, stops: TwoSignals) -> None:
+    def run(self, every_s: float) -> None:
         """Makes a pass this often, until a signal."""
-        while not stops.asked:
+        while not self._stops.asked:
             self._pass()
             next_pass = time.monotonic() + every_s
-            while not stops.asked and time.monotonic() < next_pass:
+            while not self._stops.asked and time.monotonic() < next_pass:
                 time.sleep(min(POLL_S, every_s))
 
     def _pass(self) -> None:
@@ -89,7 +90,8 @@ class RecoveryService:
         if path == "/healthz":
             return not is_hung, f"a pass takes more than {HUNG_S:g} s" if is_hung else "healthy"
         if path == "/readyz":
-            problems = [*self._problems, *(["a pass hangs"] if is_hung else [])]
+            stopping = ["stopping, after this pass"] if self._stops.asked else []
+            problems = [*stopping, *self._problems, *(["a pass hangs"] if is_hung else [])]
             return not problems, "\n".join(problems) or "ready"
         return None
 

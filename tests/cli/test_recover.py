@@ -190,7 +190,7 @@ def test_a_second_signal_does_not_wait_for_a_pass_that_hangs(file: Path, running
     service.send_signal(signal.SIGTERM)
     assert service.stdout is not None
     port = json.loads(service.stdout.readline())["http_port"]
-    until(lambda: http_get(port, "/healthz")[0] == 200)
-    assert service.poll() is None
+    until(lambda: "stopping, after this pass" in http_get(port, "/readyz")[1])
+    assert (http_get(port, "/healthz")[0], service.poll()) == (200, None)
     service.send_signal(signal.SIGTERM)
     assert service.wait(60) == 130
