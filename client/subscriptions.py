@@ -16,14 +16,16 @@ from metamq.client.delayed import holds_delayed
 from metamq.errors import ConfigError
 from metamq.zk.names import DEAD_LETTER_SUFFIX, RETRY_SUFFIX, check_topic, is_pattern
 
+_PATTERN = re.compile(r"(?:[A-Za-z0-9._*?-]|\[!?[A-Za-z0-9._-]+\])+")
+
 
 def check_subscription(text: str) -> str:
     """Returns the text. Raises ConfigError if it is neither the name of a topic nor a pattern of such names."""
     if not isinstance(text, str) or not is_pattern(text):
         return check_topic(text)
-    if text.startswith("^"):
-        hint = "In a pattern, * is any text and ? any character: '^orders-.*' of Kafka is 'orders-*' here."
-        raise ConfigError(f"{text!r} is a regular expression, not a pattern of topics", hint=hint)
+    if _PATTERN.fullmatch(text) is None:
+        hint = "* is any text, ? any character, [ab] one of these: '^orders-.*' of Kafka is 'orders-*' here."
+        raise ConfigError(f"{text!r} is no pattern of topics: it matches no name", hint=hint)
     return text
 
 

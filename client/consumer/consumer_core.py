@@ -111,7 +111,7 @@ class ConsumerCore:
             spawn=self.spawn,
             ask_again=self._ask_again,
         )
-        self._finder = OffsetFinder(self.cluster, self.plan.start)
+        self._finder = OffsetFinder(self.cluster, self.plan.start, self.plan.retry_topic)
         try:
             await self._lease.join(self._lease_changed)
             self._storage: OffsetStorage = self.plan.offsets or ZooKeeperOffsets(session)

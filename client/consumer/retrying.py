@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from metamq.client.checks import awaitable_listener, check_whole, wrong_type
 from metamq.client.handling.current import HandlerOutage, current
 from metamq.client.handling.handler_figures import HandlerTimes
-from metamq.client.handling.retry_policy import RetryPolicy, Rollback, present_attempt
+from metamq.client.handling.retry_policy import RetryPolicy, Rollback, attempts_before, present_attempt
 from metamq.client.model import Message, message_of
 from metamq.client.offsets.offsets_database import DatabaseOffsets
-from metamq.errors import ConfigError, DecodeError, HandlerTimeout
+from metamq.errors import ConfigError, DecodeError, HandlerTimeout, MessageTooLarge
 
 if TYPE_CHECKING:
     from metamq.client.consumer.receivers import TaskReceiver, ThreadReceiver
@@ -53,6 +53,11 @@ def check_run(order: Order, dead_letter: bool, retry_later_s: float | None, plan
         raise ConfigError(
             "run: `retry_later_s` needs the retry topic of the group, and dead letters",
             hint="Give Consumer(retry_topic=True), and leave dead_letter=True.",
+        )
+    if not dead_letter and plan.retry_topic is not None:
+        raise ConfigError(
+            "run: `dead_letter=False`, and the consumer reads the retry topic: its messages may be given up",
+            hint="Leave dead_letter=True, or retry_topic=True out.",
         )
     if order == "key" and not plan.auto_commit and isinstance(plan.offsets, DatabaseOffsets):
         raise ConfigError(
@@ -88,6 +93,7 @@ class ListenerRun(ABC):
 
     def __post_init__(self) -> None:
         check_whole("concurrency", self.concurrency, 1)
+        self.receiver.commits.run_begins()
         self._outage = HandlerOutage()
 
     @abstractmethod
@@ -212,7 +218,7 @@ class ListenerRun(ABC):
         """
         place, is_over = message[:3], False
         current.set(message)  # it may be one that `decode` rejected
-        first = present_attempt.set(1)
+        first = present_attempt.set(0)
         try:
             is_over = await self._try_until_over(in_flight, message, error, is_rejected=is_rejected)
             return is_over
@@ -225,7 +231,7 @@ class ListenerRun(ABC):
         self, in_flight: InFlightBatch, message: Message[Any], error: Exception, *, is_rejected: bool
     ) -> bool:
         letters, outages = self.dead_letters, 0
-        failed = 0 if letters is None else letters.attempts_before(message)
+        failed = attempts_before(message)
         figures = self.receiver.handlers
         while True:
             if isinstance(error, ConfigError) and error.ends_run:
@@ -245,7 +251,6 @@ class ListenerRun(ABC):
                 if letters is None:
                     raise error
                 await self._give_up(self._store(letters, in_flight, message, error, failed))
-                figures.given_up(message.topic)
                 return True
             if self.policy.is_later(error):
                 if letters is None:
@@ -280,14 +285,19 @@ class ListenerRun(ABC):
         attempts: int,
         delay_s: float | None = None,
     ) -> None:
-        """Stores a dead letter, or with a delay a message in the retry topic. Without auto_commit the message is
-        committed here."""
+        """Stores a dead letter, or with a delay a message in the retry topic; one that is too large for it becomes a
+        dead letter. Without auto_commit the message is committed here."""
         value = in_flight.batch.plain_value(message.offset)
+        if delay_s is not None:
+            try:
+                await letters.send_later(message, value, error, attempts, delay_s)
+            except MessageTooLarge as too_large:  # with its further headers
+                too_large.__cause__ = error
+                error, delay_s = too_large, None
         if delay_s is None:
             await letters.send(message, value, error, attempts)
-        else:
-            await letters.send_later(message, value, error, attempts, delay_s)
-        await self.receiver.commits.given_up(in_flight, message.offset)
+            self.receiver.handlers.given_up(message.topic)
+        await self.receiver.commits.stored_elsewhere(in_flight, message.offset)
 
     def _check_done(self, outcome: object) -> None:
         """Ends run() if the listener returned an awaitable: nothing was done, and another attempt would not help."""

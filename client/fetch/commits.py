@@ -110,8 +110,16 @@ class OffsetCommits:
             epoch = state.in_flight.batch.epoch if state.in_flight is not None else state.epoch
         return CommitRequest(state.claim, offset, epoch)
 
-    async def given_up(self, in_flight: InFlightBatch, offset: int) -> None:
-        """Commits a message whose dead letter is stored, if the application commits the others itself.
+    def run_begins(self) -> None:
+        """Counts what loops have read until now as processed: see stored_elsewhere(). Thread-safe."""
+        with self.inbox.lock:
+            for state in self.inbox.states.values():
+                if (done := state.done_offset()) > state.lowest_offset:
+                    state.handled_offset = max(state.handled_offset, done)
+
+    async def stored_elsewhere(self, in_flight: InFlightBatch, offset: int) -> None:
+        """Commits a message that is stored as a dead letter, or in the retry topic, if the application commits the
+        others itself.
 
         It commits nothing beyond a message that a listener has processed and not committed. A failure is no error: the
         next commit of the partition includes the message.
@@ -130,7 +138,7 @@ class OffsetCommits:
                 raise error
         except (MetamqError, TimeoutError) as error:
             reason = str(error) or f"the database did not do it within {DATABASE_PATIENCE_S:g} s"
-            log.warning("%s offset %d was given up, and is not committed: %s", state.tp, offset, reason)
+            log.warning("%s offset %d is stored in another topic, and is not committed: %s", state.tp, offset, reason)
 
     def _after(self, in_flight: InFlightBatch, offset: int, committed: int | None = None) -> list[CommitRequest]:
         state = in_flight.state

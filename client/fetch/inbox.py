@@ -479,6 +479,7 @@ class Inbox:
     def skip_to(self, state: PartitionState, offset: int) -> None:
         """Skips the removed messages up to `offset`. The messages that were fetched before stay valid."""
         with self.lock:
+            state.floor_offset = 0  # it may have been committed in the log of before
             if state.in_flight is None and not state.buffered:
                 state.next_offset, state.epoch = offset, -1
 

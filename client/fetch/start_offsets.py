@@ -49,11 +49,13 @@ class _Question(NamedTuple):
 
 
 class OffsetFinder:
-    """Finds offsets. `start` applies to partitions without a committed offset."""
+    """Finds offsets. `start` applies to partitions without a committed offset, except for those of `retry_topic`: each
+    message there is one that the group still has to process."""
 
-    def __init__(self, cluster: ClusterClient, start: Start) -> None:
+    def __init__(self, cluster: ClusterClient, start: Start, retry_topic: str | None = None) -> None:
         self._cluster = cluster
         self._start: Start = start
+        self._retry_topic = retry_topic
         self._recreated: set[tuple[str, str]] = set()
         """The (topic, topic id) of topics that were logged, once and not for each partition."""
         self._waiting: dict[_Question, dict[TopicPartition, list[asyncio.Future[OffsetsResult]]]] = {}
@@ -74,7 +76,9 @@ class OffsetFinder:
         committed = assigned.committed
         if committed is not None and committed.topic_id == assigned.claim.topic_id:
             return FirstOffset(committed.offset, committed.epoch, is_committed=True)
-        start = "earliest" if assigned.is_new and self._start == "latest" else self._start
+        start = self._start
+        if (assigned.is_new and start == "latest") or assigned.tp.topic == self._retry_topic:
+            start = "earliest"
         topic = assigned.tp.topic, assigned.claim.topic_id
         if committed is not None and topic not in self._recreated:
             self._recreated.add(topic)

@@ -130,13 +130,6 @@ class DeadLetters:
         text = "%s/%s offset %d failed: %r; next attempt in %g s, from %s"
         log.info(text, *message[:3], error, delay_s, self.retry_topic, extra=fields)
 
-    def attempts_before(self, message: Message[Any]) -> int:
-        """Returns the failed attempts of a message from the retry topic; 0 for others."""
-        if message.topic != self.retry_topic:
-            return 0
-        counted = message.headers.get("metamq-attempts", b"0")
-        return int(counted) if counted.isdigit() else 0
-
     def _log(self, message: Message[Any], error: Exception, attempts: int) -> None:
         place, times = f"{message.topic}/{message.partition} offset {message.offset}", count(attempts, "attempt")
         fields = {

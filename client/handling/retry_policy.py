@@ -5,9 +5,16 @@ from __future__ import annotations
 import random
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from metamq.client.checks import check_seconds, check_whole, is_number, wrong_type
+from metamq.client.delayed import DELAY_MAX_S
+from metamq.client.handling.current import current
 from metamq.errors import ConfigError
+from metamq.zk.names import RETRY_SUFFIX
+
+if TYPE_CHECKING:
+    from metamq.client.model import Message
 
 RETRY_DELAY_MAX_S = 30.0
 DOUBLINGS_MAX = 1000
@@ -19,16 +26,25 @@ RETRY_LATER_MAX_S = 3600.0
 Errors = type[Exception] | tuple[type[Exception], ...]
 """A class of exceptions, or several."""
 
-present_attempt: ContextVar[int] = ContextVar("metamq_attempt", default=1)
+present_attempt: ContextVar[int] = ContextVar("metamq_attempt", default=0)
+"""The number of a further attempt; 0 during the first call."""
 
 
 def attempt() -> int:
     """Returns the number of the attempt at the message, for the listener that run() calls: 1 is the first one.
 
-    Rollback and an error of `retry_on` are no attempt. A new owner of the partition begins at 1. Outside of a listener
+    Rollback and an error of `retry_on` are no attempt. A new owner of the partition begins at 1. A message of a retry
+    topic continues with the attempts before. Outside of a listener
     it is 1; a thread that the listener starts needs a copy of its context, as asyncio.to_thread() makes it.
     """
-    return present_attempt.get()
+    message = current.get()
+    return present_attempt.get() or (1 if message is None else 1 + attempts_before(message))
+
+
+def attempts_before(message: Message[Any]) -> int:
+    """Returns the failed attempts of a message from a retry topic; 0 for others."""
+    counted = message.headers.get("metamq-attempts", b"") if message.topic.endswith(RETRY_SUFFIX) else b""
+    return int(counted) if counted.isdigit() else 0
 
 
 class Rollback(Exception):
@@ -46,6 +62,8 @@ class RetryLater(Exception):
 
     def __init__(self, delay_s: float, reason: str = "the listener wants it later") -> None:
         check_seconds("delay_s", delay_s, optional=False)
+        if delay_s > DELAY_MAX_S:
+            raise ConfigError("RetryLater: `delay_s` is more than 366 days")
         super().__init__(reason)
         self.delay_s = delay_s
 

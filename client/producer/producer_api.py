@@ -187,10 +187,11 @@ class ProducerApi(Generic[T]):
 
         `keys` has one entry per value; None means no key. `partition`: "0-3", for all of them, overrides the keys.
         `delay_s`, `deliver_at`: as `send` has them, for all of them.
-        Messages with a key or a partition keep their order within their partition. Messages with neither go to any
-        partition, a batch at a time, whatever their place in the list. Either all are accepted, or none and the call
-        raises as `send`. The buffer's capacity is checked once, and the list may exceed it. If the Delivery fails, some
-        of the messages may be stored.
+
+        Messages with a key or a partition keep their order within their partition; delayed ones only those with a key.
+        Messages with neither go to any partition, a batch at a time, whatever their place in the list. Either all are
+        accepted, or none and the call raises as `send`. The buffer's capacity is checked once, and the list may exceed
+        it. If the Delivery fails, some of the messages may be stored.
         """
         if isinstance(topic, Topic):
             values, topic = self._untyped(topic).encode_many(values), topic.name

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq.client.fetch.commits import OffsetCommits
+from metamq.client.fetch.inbox import Inbox, PartitionState
 from metamq.client.offsets.offsets import ZooKeeperOffsets
+from tests.client.inbox_parts import TP
 from tests.client.test_consumer import QUICK_MS, first, tp, values
 
 if TYPE_CHECKING:
@@ -81,3 +83,12 @@ def test_a_commit_that_is_on_its_way_is_not_set_back(shop: Shop, group: str, mon
         one.result()
         other.result()
         assert shop.committed(group)[tp(topic)] == 4
+
+
+def test_after_a_loss_lower_offsets_are_committed_again() -> None:
+    """The last commit was in the log of before."""
+    inbox, state = Inbox(lambda: True), PartitionState(TP, None, 1000)
+    state.floor_offset = state.committed_offset = 1000
+    inbox.skip_to(state, 900)
+    state.next_offset = 950
+    assert state.due_commit() == (950, -1)

@@ -102,6 +102,20 @@ def test_never_beyond_a_message_that_its_listener_did_not_commit(shop: Shop, top
     assert shop.committed(group) == {TopicPartition(topic, "0-0"): 6}
 
 
+def test_never_beyond_what_a_loop_has_read_before(shop: Shop, topic: str, group: str) -> None:
+    with shop.consumer(topic, group, auto_commit=False) as consumer:
+        for message in consumer:
+            if message.offset == 2:
+                break
+
+        def listen(message: Message[Any]) -> None:
+            consumer.stop()
+            raise GiveUp
+
+        consumer.run(listen)
+    assert (shop.committed(group)[TopicPartition(topic, "0-0")] or 0) == 0
+
+
 def test_a_filtered_message_is_in_no_way(shop: Shop, topic: str, group: str, run: Run) -> None:
     run(commits_even_ones, topic, group, 6, filter=lambda message: message.offset not in (0, 4))
     assert shop.committed(group) == {TopicPartition(topic, "0-0"): 6}

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from metamq import GiveUp, Message, RetryLater, Rollback
+from metamq import GiveUp, Message, RetryLater, Rollback, attempt
+from metamq.client.handling.dead_letters import DeadLetters
 from metamq.client.handling.retry_policy import RetryPolicy
 from metamq.client.subscriptions import selected
-from metamq.errors import ConfigError
+from metamq.errors import ConfigError, MessageTooLarge
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -182,8 +183,70 @@ def test_without_the_retry_topic_it_is_refused_and_nothing_is_given_up(shop: Sho
         run(make, topic, group, retry_topic=False, retry_later_s=1)
     with pytest.raises(ConfigError, match="`retry_later_s` needs the retry topic of the group, and dead letters"):
         run(make, topic, group, dead_letter=False, retry_later_s=1)
+    with pytest.raises(ConfigError, match="`dead_letter=False`, and the consumer reads the retry topic"):
+        run(make, topic, group, dead_letter=False)
+    with pytest.raises(ConfigError, match="366 days"):
+        RetryLater(400 * 86_400)
     with shop.cluster.admin() as admin:
         assert not {f"{group}.dead-letter"} & admin.topics().keys()
+
+
+def test_the_retry_topic_is_read_from_its_beginning_whatever_the_start_is(shop: Shop, group: str) -> None:
+    """Another member may have stored a message there before this one has found where to begin."""
+    topic, seen = shop.topic(), list[str]()
+    with shop.consumer(topic, group, retry_topic=True):
+        pass
+    shop.send(f"{group}.retry", [b"stored"])
+    shop.admin.delete_offsets(group, f"{group}.retry")
+    settings = {"topics": topic, "group": group, "retry_topic": True, "start": "latest"}
+    with shop.cluster.consumer(**settings) as consumer:
+        consumer.run(lambda message: (seen.append(message.topic), consumer.stop()))
+    assert seen == [f"{group}.retry"]
+
+
+def test_attempt_counts_over_both_topics(shop: Shop, group: str, run: Run) -> None:
+    topic, attempts = shop.topic(), list[int]()
+    shop.numbers(topic, 1)
+
+    def make(stop: Callable[[], None]) -> Listener:
+        def listener(message: Message[Any]) -> None:
+            attempts.append(attempt())
+            if len(attempts) == 1:
+                raise RetryLater(0.01)
+            if len(attempts) == 2:
+                raise Rollback(0.01)
+            if len(attempts) < 5:
+                raise ValueError
+            stop()
+
+        return listener
+
+    run(make, topic, group, retry_delay_s=0.01)
+    assert attempts == [1, 2, 2, 3, 4]
+
+
+def test_one_that_is_too_large_for_the_retry_topic_is_a_dead_letter(
+    shop: Shop, group: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 1)
+
+    async def too_large(*_: object) -> None:
+        raise MessageTooLarge("a message", 2, 1)
+
+    monkeypatch.setattr(DeadLetters, "send_later", too_large)
+
+    def make(stop: Callable[[], None]) -> Listener:
+        def listener(_message: Message[Any]) -> None:
+            stop()
+            raise RetryLater(1)
+
+        return listener
+
+    run(make, topic, group)
+    with shop.consumer(f"{group}.dead-letter") as letters:
+        letter = next(iter(letters))
+    assert (letter.value, letter.headers["metamq-error"].startswith(b"MessageTooLarge")) == (b"0", True)
 
 
 def test_a_pattern_selects_no_retry_topic() -> None:

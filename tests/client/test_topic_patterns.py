@@ -73,6 +73,9 @@ def test_the_plan_of_a_pattern_is_that_of_the_names_which_it_selects(members: di
     ("arguments", "hint"),
     [
         ({"topics": ["^orders-.*"]}, "'orders-*' here"),
+        ({"topics": ["orders.*, bills.*"]}, "it matches no name"),
+        ({"topics": ["orders.[0-9"]}, "it matches no name"),
+        ({"topics": ["orders.*$"]}, "it matches no name"),
         ({"topics": "orders-*", "group": None}, "Give group="),
     ],
 )
