@@ -11,8 +11,8 @@ the requests of all connections have arrived, store() takes the batches of one p
                          acknowledgement
     once per connection  one write of all answers: metamq.broker.front_door.writes
 
-A run is batches that are written together, all or none. A batch whose check needs the state after another batch begins
-the next run. So a run has one batch of each producer at most.
+A run is batches that are written together, all or none. If the check of a batch needs the state after an earlier one,
+that batch is the first of the next run. So a run has one batch of each producer at most.
 
 Each batch of a PUT succeeds or fails by itself. The PUT is answered when the last of them has its result.
 """
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.broker")
 
 RUN_BYTES = 64 * 1024
-"""The size of a run of several batches, which are copied into one buffer. It is smaller where a segment is. A PUT of
+"""The size of a run of several batches, which are copied into one buffer. It is never larger than a segment. A PUT of
 this size is stored at once: it gains nothing from others, and its bytes are in the processor's caches now."""
 
 
@@ -150,13 +150,15 @@ class PutProcessor:
         """Stores the batches that have arrived, and answers."""
         arrived, self._arrived = self._arrived, {}
         self.writes.hold()
-        for place, batches in arrived.items():
-            try:
-                self._store(place, batches)
-            except Exception as error:  # a bug here: the clients get an error, the others are served
-                log.exception("batches for %s were not stored", place)
-                self._fail(batches, MetamqError(f"internal error of the broker: {error!r}", outcome="unknown"))
-        self.writes.flush()
+        try:
+            for place, batches in arrived.items():
+                try:
+                    self._store(place, batches)
+                except Exception as error:  # a bug here: the clients get an error, the others are served
+                    log.exception("batches for %s were not stored", place)
+                    self._fail(batches, MetamqError(f"internal error of the broker: {error!r}", outcome="unknown"))
+        finally:
+            self.writes.flush()
 
     def _store(self, place: tuple[str, str, int], batches: list[Arrived]) -> None:
         try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Protocol
+
+log = logging.getLogger("metamq.broker")
 
 
 class Writer(Protocol):
@@ -35,4 +38,7 @@ class Writes:
         self._is_held = False
         due, self._due = self._due, []
         for writer in due:
-            writer.flush()
+            try:
+                writer.flush()
+            except Exception:  # a bug there: the others send
+                log.exception("answers of %s were not sent", writer)

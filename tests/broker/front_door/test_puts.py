@@ -203,3 +203,23 @@ def test_a_repeat_waits_for_the_disk_as_the_first_does(front: Any) -> None:
     answers = [client.answer() for _ in puts]
     assert [answer.opaque for answer in answers] == [opaque for opaque, _frame in puts]
     assert [unpack_list(PutResult, answer.header)[0].base_offset for answer in answers] == [0, 0]
+
+
+def test_a_bug_in_one_connection_keeps_no_answer_of_another_one() -> None:
+    sent = []
+
+    class Connection:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def flush(self) -> None:
+            if self.name == "bad":
+                raise RuntimeError("seeded")
+            sent.append(self.name)
+
+    writes = Writes()
+    writes.hold()
+    for name in ("one", "bad", "two"):
+        writes.add(Connection(name))
+    writes.flush()
+    assert sent == ["one", "two"]
