@@ -23,14 +23,14 @@ REMOVED = "(removed)"
 SECRET_CHARS_MIN = 4
 FILE_BYTES_MAX = 1 << 20
 _WORDS = (
-    r"pass(?:word|wd|phrase)?|pwd|secret|token|credentials?|api[_-]?key|access[_-]?key|private[_-]?key|authorization"
+    r"pass(?:word|wd|phrase)?|pw|pwd|secret|token|credentials?|api[_-]?key|access[_-]?key|private[_-]?key|authorization"
 )
 SECRET_NAME = re.compile(rf"(?:^|[_.-])(?:{_WORDS})(?:$|[_.-](?!file$))|password$", re.IGNORECASE)
 """A name of a variable or a setting whose value is a secret."""
-_VALUE = r"(?!\(removed\))(\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'|[^\s,;&\"')}\]]+)"
+_VALUE = r"(?!\(removed\))(\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'|(?:[^\s,;&\"')}\]]|,(?=\S))+)"
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _RULES = (
-    (re.compile(r"(?<=://)[^/\s\"'@]*@"), f"{REMOVED}@"),
+    (re.compile(r"(?<=://)[^/\s\"']*@"), f"{REMOVED}@"),
     (re.compile(r"\beyJ[\w-]{6,}\.[\w-]+\.[\w-]*"), REMOVED),
     (re.compile(r"\b([Bb]earer|Basic) +[\w.~+/=-]{8,}"), rf"\1 {REMOVED}"),
     (re.compile(rf"(?<!-)(--[\w-]*(?:{_WORDS})[ =]){_VALUE}", re.IGNORECASE), rf"\1{REMOVED}"),
@@ -44,7 +44,7 @@ _RULES = (
 """Forms of secrets in a line, and their replacements, which have none of the forms. A person may type a password as
 the name of a user."""
 _SIGNS = (
-    "pass", "pwd", "secret", "token", "credential", "key", "authorization", "://", "eyj", "bearer", "basic",
+    "pass", "pw", "secret", "token", "credential", "key", "authorization", "://", "eyj", "bearer", "basic",
     "refused as", "topic '", "in zookeeper", "has format",
 )  # fmt: skip
 """A line without any of them, in lower case, has none of these forms: most lines are passed over so."""
