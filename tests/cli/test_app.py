@@ -156,6 +156,7 @@ def test_nobody_there_ends_with_3_at_once(offline: Metamq) -> None:
             assert "metamq up" in second
 
 
+@pytest.mark.slow
 def test_a_broker_is_not_taken_for_a_zookeeper(offline: Metamq, running: Any) -> None:
     broker = f"127.0.0.1:{running.broker.port}"
     began = time.monotonic()

@@ -237,6 +237,7 @@ def test_a_failed_message_comes_later_from_the_retry_topic(
     assert ended(one)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handler", ["hangs", "hangs_async"])
 def test_a_second_signal_does_not_wait(
     running: Cluster, topic: str, folder: Path, worker: Work, metamq: Metamq, handler: str

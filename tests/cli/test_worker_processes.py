@@ -82,6 +82,7 @@ def test_the_status_port_has_all_processes_and_a_killed_one_starts_again(
     assert "printed" in log
 
 
+@pytest.mark.slow
 def test_a_spent_process_is_replaced_and_no_message_is_lost_or_doubled(
     running: Cluster, topic: str, worker: Work, tmp_path: Path
 ) -> None:

@@ -180,6 +180,7 @@ C_RECORDS = st.deferred(lambda: RECORDS.filter(lambda one: one[0] == "shop.C"))
 OF_UNIONS = documents_of("avro", json.dumps(UNIONS))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(400))
 @given(VALUES)
 def test_the_document_of_an_avro_value_makes_the_same_value(value: Any) -> None:

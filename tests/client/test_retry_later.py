@@ -148,6 +148,7 @@ with Consumer(zookeeper, topics=topic, group=group, retry_topic=True) as consume
 """
 
 
+@pytest.mark.slow
 def test_a_crash_after_it_was_stored_repeats_it_and_loses_none(shop: Shop, group: str, run: Run) -> None:
     topic = shop.topic()
     shop.numbers(topic, 1)

@@ -319,6 +319,7 @@ def test_one_time_out_is_for_the_start_and_the_end(own: Cluster, monkeypatch: py
     assert granted[1] < granted[0] <= 30, "the second question has what the first has left"
 
 
+@pytest.mark.slow
 def test_a_broker_that_stays_away_is_an_error_and_never_the_end(own: Cluster) -> None:
     own.create_topic("t", partitions=2)
     with own.producer() as producer:

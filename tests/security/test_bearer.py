@@ -192,6 +192,7 @@ def by_token(authority: Authority, files: Path, text: str) -> SecurityConfig:
     return replace(client_of(authority.folder), token_file=str(files / "token"), zookeeper_tls=False)
 
 
+@pytest.mark.slow
 def test_a_program_with_a_token(running: Cluster, authority: Authority, files: Path) -> None:
     """Its connections end with the token, and new ones use the newer token in the file."""
     security = by_token(authority, files, token(in_s=-LEEWAY_S + 3))

@@ -28,6 +28,7 @@ from tests.security.certificate_folder import client_of, secured
 from tests.security.nodes import run, tree
 from tests.security.test_delegation import with_a_token
 
+pytestmark = pytest.mark.slow
 PATHS = Paths("/meta")
 COUNT = 20
 

@@ -27,6 +27,7 @@ from tests.security.certificate_folder import client_of, secured
 from tests.security.raw_client import RawClient
 from tests.security.test_fuzz_secure import TlsClient
 
+pytestmark = pytest.mark.slow
 MANY = 30
 
 

@@ -121,6 +121,7 @@ def test_a_wrong_one(secure: Cluster, folder: Path, connect: Open, user: str, pa
         connect(secure.broker.port, client_security(of_user(folder, user, password)).brokers)
 
 
+@pytest.mark.slow
 def test_messages_of_a_user(secure: Cluster, folder: Path) -> None:
     security = of_user(folder, "etl")
     secure.create_topic("of-a-user", partitions=1)

@@ -108,6 +108,7 @@ def test_the_nodes_of_a_closed_client_go_and_those_of_the_others_stay(servers: s
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_client_that_closes_without_zookeeper_leaves_nothing_either(victim: EmbeddedZooKeeper, until: Until) -> None:
     async def main() -> None:
         async with await shared(victim.address, timeout_ms=30_000) as stays:

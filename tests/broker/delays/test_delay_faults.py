@@ -159,6 +159,7 @@ def test_the_order_of_a_delay(
         check_order(found)
 
 
+@pytest.mark.slow
 def test_the_order_of_a_delay_while_the_broker_is_killed() -> None:
     with cluster() as running:
         running.create_topic("orders", partitions=2)

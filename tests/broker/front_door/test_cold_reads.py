@@ -337,6 +337,7 @@ def test_a_search_for_a_time_that_waits_for_the_disk_delays_only_its_connection(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front", [{"search_timeout_s": 0.01}], indirect=True)
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_search_that_runs_out_of_time_between_reads_of_the_disk_continues_where_it_was(

@@ -276,6 +276,7 @@ def test_a_log_that_lost_all_it_had_takes_batches_of_an_earlier_epoch(make_shelf
     pair.assert_equal()
 
 
+@pytest.mark.slow
 def test_torn_at_any_byte_of_what_was_copied(make_shelf: Any, tmp_path: Path) -> None:
     pair = Pair(make_shelf, ONE_SEGMENT)
     pair.append(4)
@@ -419,6 +420,7 @@ def test_the_flushed_point_on_the_disk_is_one_flush_behind_at_most(make_shelf: A
     assert before > 1000
 
 
+@pytest.mark.slow
 def test_a_power_cut_leaves_a_replica_the_log_of_its_master(make_shelf: Any) -> None:
     """Sectors of what was not flushed survive at random, and `flushed` may lack its last update."""
     print(f"seed {SEED}")
