@@ -24,6 +24,7 @@ MIB = 1024 * 1024
 LIMIT_BYTES_S = 3 * MIB // 2
 COPIED = [bytes(1000)] * 3000
 LIVE_FRAMES = 20
+LIVE = batch_of([b"value"])
 TOPIC = "t"
 EPOCH = 1
 
@@ -85,7 +86,7 @@ def test_no_more_goes_over_a_link_than_its_limit_copies_and_appends_together() -
     def append_live() -> None:
         with RawClient(running.broker.port) as client:
             for _ in range(LIVE_FRAMES):
-                put(client, topic_id, 1, batch_of([b"value"]), ENTRIES_TARGET)
+                put(client, topic_id, 1, LIVE, ENTRIES_TARGET)
 
     with cluster(replication_bytes_per_s=LIMIT_BYTES_S) as running:
         topic_id = fill(running)
@@ -101,8 +102,8 @@ def test_no_more_goes_over_a_link_than_its_limit_copies_and_appends_together() -
                     appended = pool.submit(append_live)
                 beats += isinstance(frame, sync.Beat)
                 copied += sum(entry[2] for entry in frame.entries) if isinstance(frame, sync.Copy) else 0
-                live += len(frame.entries) if isinstance(frame, sync.Data) else 0
-                if copied >= sum(map(len, COPIED)) and live == LIVE_FRAMES * ENTRIES_TARGET and beats:
+                live += sum(entry[2] for entry in frame.entries) if isinstance(frame, sync.Data) else 0
+                if copied >= sum(map(len, COPIED)) and live == LIVE_FRAMES * ENTRIES_TARGET * len(LIVE) and beats:
                     break
             assert appended is not None
             appended.result(SLOW_S)
