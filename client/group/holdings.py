@@ -240,7 +240,10 @@ class Holdings:
         self._changed()
 
     async def _settle_doubts(self) -> None:
-        for tp in sorted(self._doubts - self._held.keys()):
+        doubtful = sorted(self._doubts - self._held.keys())
+        if doubtful:
+            await self._session.sync()  # a server that lags behind may not know the claims yet
+        for tp in doubtful:
             await ownership.drop_owner(self._session, self._group, tp, self._id)
         self._doubts.clear()
 

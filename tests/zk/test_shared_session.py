@@ -16,7 +16,7 @@ from metamq.errors import ClosedError, ConnectError
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.groups.members import Member, join, leave
 from metamq.zk.groups.ownership import NotYet, Ownership, claim, release
-from metamq.zk.nodes import ANY_VERSION, Create
+from metamq.zk.nodes import ANY_VERSION, Create, Node
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.server.embedded import EmbeddedZooKeeper
 from metamq.zk.server.ports import free_port
@@ -130,6 +130,32 @@ def test_a_client_that_closes_without_zookeeper_leaves_nothing_either(victim: Em
                 await asyncio.wait_for(gone.wait(), 60)
                 gone.clear()
             assert stays.session_id == session_id
+
+    asyncio.run(main())
+
+
+def test_a_clean_up_does_not_trust_a_server_that_lags_behind(
+    servers: str, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[Session] = set()
+    read, sync = Session.get_or_none, Session.sync
+
+    async def stale_read(self: Session, path: str) -> Node | None:
+        return await read(self, path) if self in synced else None
+
+    async def noted_sync(self: Session, *, is_urgent: bool = False) -> None:
+        await sync(self, is_urgent=is_urgent)
+        synced.add(self)
+
+    async def main() -> None:
+        async with await shared(servers) as stays:
+            leaves = await shared(servers)
+            await leaves.create("/lagging", ephemeral=True)
+            monkeypatch.setattr(Session, "get_or_none", stale_read)
+            monkeypatch.setattr(Session, "sync", noted_sync)
+            await leaves.close()
+            await until(lambda: not stays._channel.ephemerals)
+            assert await stays.exists("/lagging") is None
 
     asyncio.run(main())
 

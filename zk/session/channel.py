@@ -272,6 +272,7 @@ class Channel:
             while paths := ephemerals.of(client):
                 with contextlib.suppress(ConnectionLost):
                     await session.connected()
+                    await session.sync()  # a server that lags behind may not know the nodes yet
                     for path in paths:  # the last one first: a member's node is there while it owns partitions
                         await session.remove_of(client, path)
         except MetamqError as error:
