@@ -4,14 +4,17 @@ ZooKeeper knows only the session that owns an ephemeral node. Here all writers o
 this table knows the rest. Two rules decide:
 
     possible    a write whose answer is missing may have been done: its client may have made the node
-    certain     a creation that succeeded met no node: no other client of this session has made the present node
+    certain     a creation that succeeded met no node: no write before it has made the present node
 
-If several clients may have made a node, its content decides: no two clients write the same content to one path.
+Writes overlap: an answer says nothing of the writes that began after its own, whose answers are still missing.
+
+If one client may have made a node, it did. If several may, the content decides: no two clients write the same content
+to one path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from metamq.errors import MetamqError
@@ -24,11 +27,13 @@ class Ephemerals:
     """The table of one session. Use it in the loop."""
 
     def __init__(self) -> None:
-        self._makers: dict[str, dict[Client, tuple[bytes, ...]]] = {}
-        """By path and client: the possible contents."""
+        self._makers: dict[str, dict[Client, dict[int, bytes]]] = {}
+        """By path and client: the possible contents, by the number of their write."""
         self._paths: dict[Client, dict[str, None]] = {}
         self._term = 0
         """The number of sessions that are over."""
+        self._writes = 0
+        """The number of writes that have begun. They are sent, and answered, in this order."""
 
     def __len__(self) -> int:
         """The number of nodes."""
@@ -37,72 +42,60 @@ class Ephemerals:
     @contextmanager
     def writing(self, client: Client, operations: Sequence[Op]) -> Iterator[None]:
         """Notes the operations, which the block carries out. The outcome of its error decides if they may be done."""
-        term = self._term
-        noted = [one for one in operations if self._is_possible(client, one)]
+        self._writes += 1
+        term, number = self._term, self._writes
+        for one in operations:
+            self._begun(client, one, number)
         try:
             yield
         except MetamqError as error:
             if error.outcome != "unknown" and term == self._term:
-                for one in noted:
-                    self._refused(client, one)
+                for path in {one.path for one in operations}:
+                    self._drop(path, lambda other: other == number)
             raise
-        for operation in operations if term == self._term else ():
-            self._done(client, operation)
+        for one in operations if term == self._term else ():
+            self._done(client, one, number)
 
-    def _is_possible(self, client: Client, operation: Op) -> bool:
-        """Notes the possible content of a node. Returns True if it is new here."""
+    def _begun(self, client: Client, operation: Op, number: int) -> None:
         match operation:
             case Create(path=path, data=data, ephemeral=True):
-                makers = [client]
+                self._note(client, path, number, data)
             case SetData(path=path, data=data):
-                makers = self._writers(client, path)
-            case _:
-                return False
-        new = [maker for maker in makers if data not in self._contents(maker, path)]
-        for maker in new:
-            self._note(maker, path, (*self._contents(maker, path), data))
-        return bool(new)
+                makers = self._makers.get(path, {})
+                for maker in [client] if client in makers else list(makers):
+                    self._note(maker, path, number, data)
 
-    def _writers(self, client: Client, path: str) -> list[Client]:
-        """The possible makers of the node that this client writes: the client itself, if it is one of them."""
-        makers = self._makers.get(path, {})
-        return [client] if client in makers else list(makers)
-
-    def _contents(self, client: Client, path: str) -> tuple[bytes, ...]:
-        return self._makers.get(path, {}).get(client, ())
-
-    def _note(self, client: Client, path: str, contents: tuple[bytes, ...]) -> None:
-        if not contents:
-            self.forget(client, path)
-            return
-        self._makers.setdefault(path, {})[client] = contents
-        self._paths.setdefault(client, {})[path] = None
-
-    def _refused(self, client: Client, operation: Op) -> None:
-        if isinstance(operation, Create | SetData):
-            for maker in self._writers(client, operation.path):
-                contents = self._contents(maker, operation.path)
-                self._note(maker, operation.path, tuple(one for one in contents if one != operation.data))
-
-    def _done(self, client: Client, operation: Op) -> None:
+    def _done(self, client: Client, operation: Op, number: int) -> None:
+        """Only what a later write may have done is possible beside the content of this one."""
         path = operation.path
         match operation:
             case Create(data=data, ephemeral=True):
-                self._forget_all(path)
-                self._note(client, path, (data,))
+                self._note(client, path, number, data)
+                self._drop(path, lambda other: other < number)
             case SetData(data=data):
-                for maker in self._writers(client, path):
-                    self._note(maker, path, (data,))
+                for maker in [one for one, contents in self._makers.get(path, {}).items() if number in contents]:
+                    self._note(maker, path, number, data)
+                    self._drop(path, lambda other: other < number, [maker])
             case Delete():
-                self._forget_all(path)
+                self._drop(path, lambda other: other <= number)
 
-    def _forget_all(self, path: str) -> None:
-        for maker in list(self._makers.get(path, ())):
-            self.forget(maker, path)
+    def _note(self, client: Client, path: str, number: int, content: bytes) -> None:
+        self._makers.setdefault(path, {}).setdefault(client, {})[number] = content
+        self._paths.setdefault(client, {})[path] = None
+
+    def _drop(self, path: str, is_over: Callable[[int], bool], makers: Sequence[Client] | None = None) -> None:
+        """Drops the contents whose writes are over: those of `makers`, or of all clients."""
+        for maker in makers or list(self._makers.get(path, ())):
+            contents = self._makers[path][maker]
+            for number in [*filter(is_over, contents)]:
+                del contents[number]
+            if not contents:
+                self.forget(maker, path)
 
     def made_by(self, client: Client, path: str, content: bytes) -> bool:
         """True if the client made the present node, which has this content and is of this session."""
-        return content in self._contents(client, path)
+        makers = self._makers.get(path, {})
+        return client in makers and (len(makers) == 1 or content in makers[client].values())
 
     def of(self, client: Client) -> list[str]:
         """The paths of the nodes that the client may have made, the last one first."""
