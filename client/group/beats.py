@@ -6,6 +6,7 @@ A write of its own costs ZooKeeper twenty times as much, and a process may have 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from metamq.errors import MetamqError
     from metamq.zk.groups.members import Member
     from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.client")
 
 
 class News(NamedTuple):
@@ -63,11 +66,26 @@ class Beats:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._every_s)
-            await write_news(self._session, [found for ask in self._members if (found := ask()) is not None])
+            try:
+                news = [_news_of(ask) for ask in self._members]
+                await write_news(self._session, [found for found in news if found is not None])
+            except Exception:
+                log.exception("the nodes of this process's group members are not updated")
+
+
+def _news_of(ask: Ask) -> News | None:
+    try:
+        return ask()
+    except Exception:  # of one member: the others continue
+        log.exception("the node of a group member is not updated")
+        return None
 
 
 async def write_news(session: Session, news: Sequence[News]) -> None:
-    """Writes all of them."""
+    """Writes all of them. An error of one `done` is logged."""
     outcomes = await beat_all(session, [(one.group, one.member) for one in news])
     for one, outcome in zip(news, outcomes, strict=True):
-        one.done(outcome)
+        try:
+            one.done(outcome)
+        except Exception:
+            log.exception("group %s: the update of %s failed", one.group, one.member.consumer_id)

@@ -6,16 +6,20 @@ import asyncio
 import threading
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from metamq import Consumer, Producer, aio
+from metamq.client.group.beats import Ask, Beats, News
+from metamq.zk.groups.members import Member, join
 from metamq.zk.session import channel
+from metamq.zk.session.common_lease import CommonLease
+from metamq.zk.session.session import Session
 from tests.zk.conftest import take_over
 
 if TYPE_CHECKING:
-    from metamq.zk.session.session import Session
     from tests.client.conftest import Shop
 
 
@@ -106,3 +110,39 @@ def test_an_idle_producer_has_nothing_to_do_and_a_busy_one_has(shop: Shop) -> No
         delivery.result(60)
         shop.until(lambda: not has_work.is_set())
         producer.send(topic, b"2").result(60)
+
+
+def test_an_error_of_one_client_ends_nothing_for_the_others(servers: str, caplog: pytest.LogCaptureFixture) -> None:
+    calls: Counter[str] = Counter()
+    myself = Member("one", ("flights",), "range", "here", 1, 2, 3, 4, "0", 10_000)
+
+    def called(what: str, *outcome: object, fails: bool = True) -> None:
+        calls[what] += 1
+        if fails:
+            raise KeyError(what)
+
+    read = partial(called, "read", fails=False)
+
+    async def main() -> None:
+        async with await Session.open(servers, shared_by="clients") as session:
+            assert await join(session, "etl", myself, left=read) is None
+            news = [
+                News("etl", myself, partial(called, "done")),
+                News("etl", myself, partial(called, "read", fails=False)),
+            ]
+            asks: list[Ask] = [partial(called, "ask"), lambda: news[0], lambda: news[1]]
+            ends = [Beats.begin(session, ask, 0.01) for ask in asks]
+            lease = CommonLease.of(session)
+            await lease.join(partial(called, "changed", fails=False))
+            while not all(calls[what] > 2 for what in ("ask", "done", "read", "valid", "last")):
+                lease.call_when_valid(partial(called, "valid"))
+                lease.call_when_valid(partial(called, "last", fails=False))
+                await asyncio.sleep(0.01)
+            for end in ends:
+                end()
+            await lease.leave(lease._clients[0])
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert {"the node of a group member is not updated", "group etl: the update of one failed"} <= {
+        record.getMessage() for record in caplog.records
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
@@ -11,6 +12,8 @@ from metamq.zk.session.lease import Lease
 
 if TYPE_CHECKING:
     from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.zk")
 
 LOOK_S = 0.1
 """Seconds between two checks for a change."""
@@ -67,13 +70,19 @@ class CommonLease(Lease):
         self._refused[callback] = None
 
     async def _look(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_S)
-            valid = self.valid()
-            if valid != self._was_valid:
-                self._was_valid = valid
-                for changed in self._clients:
-                    loop.call_soon(changed, valid)  # an error of one client ends nothing of the others
-            while valid and self._refused:
-                self._refused.popitem()[0]()
+            try:
+                self._look_once()
+            except Exception:
+                log.exception("a check of the lease failed; it continues")
+
+    def _look_once(self) -> None:
+        loop = asyncio.get_running_loop()
+        valid = self.valid()
+        if valid != self._was_valid:
+            self._was_valid = valid
+            for changed in self._clients:
+                loop.call_soon(changed, valid)  # an error of one client ends nothing of the others
+        while valid and self._refused:
+            loop.call_soon(self._refused.popitem()[0])
