@@ -26,7 +26,7 @@ from metamq.client.fetch.message_batch import MessageBatch, own_part
 from metamq.client.fetch.sources import Sources
 from metamq.client.fetch.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.forks import register_for_forks
-from metamq.client.group.assignment import AssignedPartition, count_partitions, not_assigned
+from metamq.client.group.assignment import AssignedPartition, not_assigned, room_of_owners
 from metamq.client.group.rebalance import ZKLoadRebalanceListener
 from metamq.client.handling.handler_figures import HandlerFigures
 from metamq.client.handling.retry_topic import create_retry_topic
@@ -98,8 +98,8 @@ class ConsumerCore:
     async def open(self, access: ClusterAccess) -> None:
         """Connects, joins the group, starts. Raises ConnectError, TopicNotFound, ConfigError."""
         options = self.options
-        owned = count_partitions(self.plan.topics) if self._needs_lease else None
-        session = self._session = await open_client_session(access, options.session_timeout_ms, count_nodes=owned)
+        owned = room_of_owners(self.plan.group, self.plan.topics) if self.plan.group and self._needs_lease else None
+        session = self._session = await open_client_session(access, options.session_timeout_ms, count_room=owned)
         self._lease = CommonLease.of(session)
         reads_slaves = options.read_from == "any"
         self.cluster = ClusterClient(session, self._cluster_changed, with_slaves=reads_slaves)

@@ -12,6 +12,7 @@ from metamq.errors import ConfigError, MetamqError, OwnershipLost, PartitionNotF
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.names import is_pattern
 from metamq.zk.partitions import TopicPartition
+from metamq.zk.session.session import ROOM_MAX
 
 if TYPE_CHECKING:
     from metamq.zk.session.session import Session
@@ -129,17 +130,26 @@ class RebalanceHealth:
     lease_ms: float
 
 
-def count_partitions(topics: Collection[str]) -> Callable[[Session], Awaitable[int]]:
-    """Returns a function that counts the partitions of the present topics with these names or patterns. Without an
-    answer it returns 0."""
+def room_of_owners(group: str, topics: Collection[str]) -> Callable[[Session], Awaitable[int]]:
+    """Returns a function that counts the room for the owner nodes of all present partitions of these topics.
 
-    async def count(session: Session) -> int:
-        store = TopicStore(session)
+    It is the maximum if the partitions are unknown: with a pattern, with a topic that is missing, without an answer.
+    """
+
+    async def count_room(session: Session) -> int:
+        if any(map(is_pattern, topics)):
+            return ROOM_MAX
         try:
-            existing = await store.names() if any(map(is_pattern, topics)) else ()
-            configs = await store.get_all(selected(topics, existing))
+            configs = await TopicStore(session).get_all(sorted(set(topics)))
         except MetamqError:
-            return 0
-        return sum(sum(config.partitions.values()) for config in configs.values() if isinstance(config, TopicConfig))
+            return ROOM_MAX
+        room = 0
+        for topic, config in configs.items():
+            if not isinstance(config, TopicConfig):
+                return ROOM_MAX
+            for broker_id, count in config.partitions.items():
+                longest = session.paths.owner(group, topic, f"{broker_id}-{count}")
+                room += count * session.room_for([longest])
+        return room
 
-    return count
+    return count_room

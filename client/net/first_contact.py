@@ -31,20 +31,20 @@ async def open_client_session(
     access: ClusterAccess,
     timeout_ms: int = SESSION_TIMEOUT_MS,
     *,
-    count_nodes: Callable[[Session], Awaitable[int]] | None = None,
+    count_room: Callable[[Session], Awaitable[int]] | None = None,
 ) -> Session:
     """Opens a session, which shares its session of ZooKeeper with the other clients of this loop that have the same
-    access and time-out. `count_nodes` counts the ephemeral nodes that a client may make, if they may be many.
+    access and time-out. `count_room` counts the room for the ephemeral nodes of a client that may make many.
 
     Warns if no broker has ever used this ZooKeeper. Raises ConfigError, ConnectError.
     """
     identity = _identity(access.security)
     session = await open_session(access, timeout_ms=timeout_ms, shared_by=identity)
     try:
-        nodes = 0 if count_nodes is None else await count_nodes(session)
-        if not session.reserve(nodes):
+        room = 0 if count_room is None else await count_room(session)
+        if not session.reserve(room):
             await session.close()
-            session = await open_session(access, timeout_ms=timeout_ms, shared_by=identity, nodes=nodes)
+            session = await open_session(access, timeout_ms=timeout_ms, shared_by=identity, room=room)
         await warn_without_cluster(session)
     except BaseException:
         await session.close()
@@ -111,7 +111,7 @@ async def open_session(
     patient: bool = True,
     make_chroot: bool = False,
     shared_by: Hashable | None = None,
-    nodes: int = 0,
+    room: int = 0,
 ) -> Session:
     """Opens a session like Session.open. If a broker listens at the address, the error reports it."""
     security = client_security(access.security)
@@ -124,7 +124,7 @@ async def open_session(
             make_chroot=make_chroot,
             security=security,
             shared_by=shared_by,
-            nodes=nodes,
+            room=room,
         )
     except ConnectError as error:
         if not any(words in error.reason for words in (CLOSED, NOT_ZOOKEEPER)):

@@ -62,12 +62,21 @@ def test_consumers_that_may_own_many_partitions_share_no_session(
     shop: Shop, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A session with too many ephemeral nodes stops an ensemble when it ends."""
-    monkeypatch.setattr(channel, "NODES_MAX", 10)
     topic = shop.topic(6)
-    pattern = f"{topic[:-1]}?"
-    with shop.consumer(topic, group) as one, shop.consumer(pattern, group) as two, shop.consumer(topic) as reader:
-        assert session_of(one).session_id == session_of(reader).session_id != session_of(two).session_id
-        shop.until(lambda: [len(one.assignment), len(two.assignment)] == [3, 3])
+    with shop.consumer(topic, group) as one, shop.consumer(topic) as reader:
+        session = session_of(one)
+        room = session.room_for([session.paths.owner(group, topic, "0-6")] * 6)
+        monkeypatch.setattr(channel, "ROOM_MAX", 2 * room)
+        with shop.consumer(topic, group) as two:
+            assert session_of(reader).session_id == session.session_id != session_of(two).session_id
+            shop.until(lambda: [len(one.assignment), len(two.assignment)] == [3, 3])
+
+
+def test_a_consumer_with_a_pattern_shares_no_session(shop: Shop, group: str) -> None:
+    """The number of its partitions has no limit."""
+    topic = shop.topic(2)
+    with shop.consumer(topic) as reader, shop.consumer(f"{topic[:-1]}?", group) as one, shop.consumer(topic) as other:
+        assert session_of(reader).session_id == session_of(other).session_id != session_of(one).session_id
 
 
 @pytest.mark.slow

@@ -259,7 +259,7 @@ def test_the_session_keeps_nothing_of_a_closed_client(servers: str) -> None:
 
 def test_a_session_has_a_limited_number_of_clients_and_nodes(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "CLIENTS_MAX", 2)
-    monkeypatch.setattr(channel_module, "NODES_MAX", 3)
+    monkeypatch.setattr(channel_module, "ROOM_MAX", 3 * (len(servers.partition("/")[2]) + len("//n0") + 4))
 
     async def main() -> None:
         sessions = [await shared(servers) for _ in range(5)]
@@ -281,7 +281,7 @@ def test_a_session_has_a_limited_number_of_clients_and_nodes(servers: str, monke
 def test_a_client_with_many_nodes_has_a_session_with_room_for_them(
     servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_module, "NODES_MAX", 10)
+    monkeypatch.setattr(channel_module, "ROOM_MAX", 10)
 
     async def main() -> None:
         one, two = await shared(servers), await shared(servers)
@@ -289,7 +289,7 @@ def test_a_client_with_many_nodes_has_a_session_with_room_for_them(
         assert one.reserve(5)
         assert not two.reserve(5)
         assert two.reserve(4)
-        three, small, large = [await shared(servers, nodes=nodes) for nodes in (4, 0, 50)]
+        three, small, large = [await shared(servers, room=room) for room in (4, 0, 50)]
         assert len({session.session_id for session in (one, three, large)}) == 3
         assert small.session_id == two.session_id == one.session_id
         await one.close()

@@ -6,9 +6,9 @@ client that is closed before that leaves no ephemeral nodes: the channel deletes
 as soon as ZooKeeper answers.
 
 ZooKeeper writes the paths of all ephemeral nodes of a session into one record when the session ends, and a record above
-`jute.maxbuffer`, 1 MB by default, stops an ensemble (ZOOKEEPER-4306). So a client that makes many nodes reserves room
-for them, and a channel takes a limited number of clients and nodes. The next client begins another channel. A client
-with more nodes than that is alone on its channel.
+`jute.maxbuffer`, 1 MB by default, stops an ensemble (ZOOKEEPER-4306). So a client that may make many nodes reserves
+room for their paths, and a channel takes a limited number of clients and bytes. The next client begins another channel.
+A client that reserves more than that is alone on its channel. The partitions that topics get later do not count.
 
 A fork's child has no channel of its parent.
 """
@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kazoo.protocol.states import KazooState
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.zk")
 
 CLIENTS_MAX = 250
-NODES_MAX = 5_000
-"""The clients of a channel, and the ephemeral nodes that they may have in all: half a megabyte of paths."""
+ROOM_MAX = 500_000
+"""The clients of a channel, and the bytes of the paths of all their ephemeral nodes."""
+_LENGTH_BYTES = 4
 # kazoo wakes its thread by a byte in a socket pair, which holds about 270 bytes: with more, the loop would block.
 _MAX_IN_FLIGHT = 100
 _CLOSE_GRACE_S = 0.4
@@ -118,7 +119,7 @@ class Channel:
         self.sessions: dict[Session, bool] = {}
         """The sessions on this channel; True for those of clients, which keep it open."""
         self._rooms: dict[Session, int] = {}
-        """The numbers of nodes for which clients have reserved room."""
+        """The bytes that clients have reserved for the paths of their nodes."""
         self.warned: set[str] = set()
         """The groups and sinks that are open, and for which a client has warned."""
         self.common: dict[type, Any] = {}
@@ -136,19 +137,23 @@ class Channel:
         """The number of clients."""
         return sum(self.sessions.values())
 
-    def takes(self, nodes: int) -> bool:
-        """True if another client may join, which makes this number of ephemeral nodes."""
-        present = 0 if self.ephemerals is None else len(self.ephemerals)
-        nodes += max(present, sum(self._rooms.values()))
-        return not self._is_closed and self.clients < CLIENTS_MAX and nodes < NODES_MAX
+    def takes(self, room: int) -> bool:
+        """True if another client may join, which needs `room`; see room_for()."""
+        present = 0 if self.ephemerals is None else self.room_for(self.ephemerals.paths())
+        room += max(present, sum(self._rooms.values()))
+        return not self._is_closed and self.clients < CLIENTS_MAX and room < ROOM_MAX
 
-    def reserve(self, session: Session, nodes: int) -> bool:
+    def reserve(self, session: Session, room: int) -> bool:
         """Reserves room for a client's nodes. Returns False if it needs another channel for them."""
         self._rooms.pop(session, None)
-        if self.clients > 1 and sum(self._rooms.values()) + nodes >= NODES_MAX:
+        if self.clients > 1 and sum(self._rooms.values()) + room >= ROOM_MAX:
             return False
-        self._rooms[session] = nodes
+        self._rooms[session] = room
         return True
+
+    def room_for(self, paths: Iterable[str]) -> int:
+        """Returns the bytes of these paths, with their lengths, in ZooKeeper's record of the session's end."""
+        return sum(len((self.chroot + path).encode()) + _LENGTH_BYTES for path in paths)
 
     # Requests
 
@@ -318,9 +323,9 @@ class _Shared(threading.local):
 _shared = _Shared()
 
 
-def shared(servers: str, timeout_ms: int, security: Security, identity: Hashable, nodes: int) -> Channel:
-    """Returns a started channel that this loop's clients of the same address, time-out and identity share. It has room
-    for the number of ephemeral nodes of one more client.
+def shared(servers: str, timeout_ms: int, security: Security, identity: Hashable, room: int) -> Channel:
+    """Returns a started channel that this loop's clients of the same address, time-out and identity share. It has this
+    room for the ephemeral nodes of one more client, in bytes.
 
     Raises ConfigError for a wrong address, TooManyThreads.
     """
@@ -329,7 +334,7 @@ def shared(servers: str, timeout_ms: int, security: Security, identity: Hashable
         del channels[key]
     key = (asyncio.get_running_loop(), servers, timeout_ms, identity)
     for channel in channels.get(key, ()):
-        if channel.takes(nodes):
+        if channel.takes(room):
             return channel
     channel = Channel(servers, timeout_ms, security, is_shared=True)
     channel.link.start()

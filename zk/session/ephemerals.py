@@ -14,7 +14,7 @@ to one path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from metamq.errors import MetamqError
@@ -34,6 +34,10 @@ class Ephemerals:
         """The number of sessions that are over."""
         self._writes = 0
         """The number of writes that have begun. They are sent, and answered, in this order."""
+
+    def paths(self) -> Iterable[str]:
+        """The paths of all nodes."""
+        return self._makers.keys()
 
     def __len__(self) -> int:
         """The number of nodes."""

@@ -41,11 +41,11 @@ from metamq.zk.nodes import Create, Delete, Listing, Node, Op, SetData, Stat
 from metamq.zk.paths import DEFAULT_ROOT, Paths
 from metamq.zk.session.acls import Acl, acl_of, is_open, shared_root
 from metamq.zk.session.answers import commit, create_node, error_of, failure_of, node_of, stat_of, version_after
-from metamq.zk.session.channel import Channel, SessionState, settle, shared
+from metamq.zk.session.channel import ROOM_MAX, Channel, SessionState, settle, shared
 from metamq.zk.session.many_nodes import found_nodes, requests
 from metamq.zk.session.watches import Watches
 
-__all__ = ["Session", "SessionState"]
+__all__ = ["ROOM_MAX", "Session", "SessionState"]
 
 log = logging.getLogger("metamq.zk")
 
@@ -102,15 +102,15 @@ class Session:
         on_state: Callable[[SessionState], None] | None = None,
         security: Security = OFF,
         shared_by: Hashable | None = None,
-        nodes: int = 0,
+        room: int = 0,
     ) -> Session:
         """Opens a connected session. `servers` may end in a chroot, "zk1:2181,zk2:2181/chroot".
 
         The chroot is made only with `make_chroot`. If it is missing otherwise, nothing can be written, and methods that
         make parents raise ConfigError. `timeout_ms` is the wish; `negotiated_timeout_ms` is the server's decision.
         `on_state` is called with each later state, see the method of that name. `shared_by` is the identity of a client
-        that shares its session of ZooKeeper with others, and `nodes` the number of ephemeral nodes for which it needs
-        room there, see `metamq.zk.session.channel`. Raises ConfigError for a wrong address or root. Raises ConnectError
+        that shares its session of ZooKeeper with others, and `room` the bytes of the paths of its ephemeral nodes,
+        see room_for(). Raises ConfigError for a wrong address or root. Raises ConnectError
         if no server answers in `connect_timeout_s` (None: tries without end), or, unless `patient`, as soon as every
         server has refused.
         """
@@ -121,9 +121,9 @@ class Session:
             channel = Channel(servers, timeout_ms, security)
             channel.link.start()
         else:
-            channel = shared(servers, timeout_ms, security, (root, shared_by), nodes)
+            channel = shared(servers, timeout_ms, security, (root, shared_by), room)
         session = cls(channel, root, security, make_chroot=make_chroot)
-        session.reserve(nodes)
+        session.reserve(room)
         try:
             await session._come_up(connect_timeout_s, patient)
         except BaseException:
@@ -138,10 +138,14 @@ class Session:
         it does not keep the channel open."""
         return Session(self._channel, self.paths.root, self.security, is_client=False)
 
-    def reserve(self, nodes: int) -> bool:
+    def room_for(self, paths: Iterable[str]) -> int:
+        """Returns the bytes that ephemeral nodes with these paths need in ZooKeeper's record of the session's end."""
+        return self._channel.room_for(paths)
+
+    def reserve(self, room: int) -> bool:
         """Reserves room for the ephemeral nodes that this client makes. Returns False if it must open another session
-        for so many: `open(..., nodes=nodes)`."""
-        return self._channel.reserve(self, nodes)
+        for so many: `open(..., room=room)`."""
+        return self._channel.reserve(self, room)
 
     @property
     def common(self) -> dict[type, Any]:
