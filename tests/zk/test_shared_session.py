@@ -247,9 +247,13 @@ def test_the_session_keeps_nothing_of_a_closed_client(servers: str) -> None:
             await client.exists("/nothing", part.changed)
             client.on_state(lambda _state, part=part: None)  # type: ignore[misc]
             refs = weakref.ref(client), weakref.ref(part)
+            reading = asyncio.create_task(client.get("/", part.changed))
+            await asyncio.sleep(0)  # kazoo has the request: it keeps the watch when the answer comes
             await client.close()
-            await asyncio.sleep(0)
-            del client, part
+            await asyncio.wait({reading})
+            await stays.sync()
+            assert isinstance(reading.exception(), ConnectionLost)
+            del client, part, reading
             gc.collect()
             assert [ref() for ref in refs] == [None, None]
             await stays.sync()

@@ -67,6 +67,10 @@ class Watches:
             self._forget(watch.path, watch)
 
 
+def _nothing() -> None:
+    """Instead of a callback."""
+
+
 class Watch:
     """One watch. kazoo calls the object itself, in its thread."""
 
@@ -98,8 +102,10 @@ class Watch:
             self._watches.loop.call_soon(self._callback)
 
     def forget(self) -> None:
-        """Notes that the caller got an error instead of an answer: the callback is never called."""
+        """Notes that the caller got an error instead of an answer: the callback is never called. kazoo may keep the
+        watch, but no part of a closed client with it."""
         self._fired = True
+        self._callback = _nothing
         self._watches.waiting.pop(self, None)
 
 
