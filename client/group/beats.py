@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from typing import TYPE_CHECKING, NamedTuple
 
 from metamq.zk.groups.together import beat_all
@@ -53,7 +54,7 @@ class Beats:
     def _begin(self, ask: Ask) -> Callable[[], None]:
         self._members.append(ask)
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="metamq-beats")
+            self._task = Context().run(asyncio.create_task, self._run(), name="metamq-beats")
         return lambda: self._end(ask)
 
     def _end(self, ask: Ask) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from contextlib import ExitStack
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,7 @@ def test_an_idle_producer_has_nothing_to_do_and_a_busy_one_has(shop: Shop) -> No
 
 def test_an_error_of_one_client_ends_nothing_for_the_others(servers: str, caplog: pytest.LogCaptureFixture) -> None:
     calls: Counter[str] = Counter()
+    trace: ContextVar[str] = ContextVar("trace")
     myself = Member("one", ("flights",), "range", "here", 1, 2, 3, 4, "0", 10_000)
 
     def called(what: str, *outcome: object, fails: bool = True) -> None:
@@ -130,20 +132,25 @@ def test_an_error_of_one_client_ends_nothing_for_the_others(servers: str, caplog
         if fails:
             raise KeyError(what)
 
+    def traced() -> None:
+        assert trace.get("") == ""
+        called("traced", fails=False)
+
     read = partial(called, "read", fails=False)
 
     async def main() -> None:
+        trace.set("of the first client")
         async with await Session.open(servers, shared_by="clients") as session:
             assert await join(session, "etl", myself, left=read) is None
             news = [
                 News("etl", myself, partial(called, "done")),
                 News("etl", myself, partial(called, "read", fails=False)),
             ]
-            asks: list[Ask] = [partial(called, "ask"), lambda: news[0], lambda: news[1]]
+            asks: list[Ask] = [traced, partial(called, "ask"), lambda: news[0], lambda: news[1]]
             ends = [Beats.begin(session, ask, 0.01) for ask in asks]
             lease = CommonLease.of(session)
             await lease.join(partial(called, "changed", fails=False))
-            while not all(calls[what] > 2 for what in ("ask", "done", "read", "valid", "last")):
+            while not all(calls[what] > 2 for what in ("ask", "done", "read", "valid", "last", "traced")):
                 lease.call_when_valid(partial(called, "valid"))
                 lease.call_when_valid(partial(called, "last", fails=False))
                 await asyncio.sleep(0.01)

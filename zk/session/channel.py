@@ -10,7 +10,7 @@ ZooKeeper writes the paths of all ephemeral nodes of a session into one record w
 room for their paths, and a channel takes a limited number of clients and bytes. The next client begins another channel.
 A client that reserves more than that is alone on its channel. The partitions that topics get later do not count.
 
-A fork's child has no channel of its parent.
+A fork's child has no channel of its parent. The tasks of a channel are no part of the trace of one client.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 from kazoo.protocol.states import KazooState
@@ -241,7 +242,7 @@ class Channel:
         else:
             log.warning("ZooKeeper at %s: the session expired, starting a new one", self.servers)
         if state is SessionState.SUSPENDED and (self._refused is None or self._refused.done()):
-            self._refused = asyncio.ensure_future(self._leave_refusing_servers())
+            self._refused = Context().run(asyncio.ensure_future, self._leave_refusing_servers())
         for session in list(self.sessions):
             session.state_changed(state)
 
@@ -266,7 +267,7 @@ class Channel:
         if is_client and not self.clients:
             await self._close()
         elif is_client and self.ephemerals is not None and self.ephemerals.of(session):
-            clearing = asyncio.ensure_future(self._clear(session, self.ephemerals))
+            clearing = Context().run(asyncio.ensure_future, self._clear(session, self.ephemerals))
             self._clearing.add(clearing)
             clearing.add_done_callback(self._clearing.discard)
             await asyncio.wait({clearing}, timeout=_CLOSE_GRACE_S)

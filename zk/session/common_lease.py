@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from contextvars import Context
 from typing import TYPE_CHECKING, Self
 
 from metamq.zk.session.lease import Lease
@@ -50,7 +51,7 @@ class CommonLease(Lease):
         if not self.valid():
             await self.start()
         if self._looking is None:
-            self._looking = asyncio.create_task(self._look(), name="metamq-lease-check")
+            self._looking = Context().run(asyncio.create_task, self._look(), name="metamq-lease-check")
 
     async def leave(self, changed: Changed) -> None:
         """Ends the client's part, also after a join() that failed. `changed` is that of join(). May be repeated."""

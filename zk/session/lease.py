@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -134,7 +135,8 @@ class Lease:
         """Takes the lease, with one request, and keeps renewing it. Raises ConnectionLost; then it is not started."""
         await self._renew()
         if self._timer is None:
-            self._timer = asyncio.create_task(self._run(), name="metamq-lease")
+            # No part of the trace of the client that began it.
+            self._timer = Context().run(asyncio.create_task, self._run(), name="metamq-lease")
 
     async def begin_again(self) -> None:
         """Starts again with other conditions: earlier and running confirmations no longer count. Waits for one answer,
