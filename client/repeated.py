@@ -11,10 +11,10 @@ Work = Coroutine[Any, Any, None]
 
 
 class Repeated:
-    """Calls `begin` after each pause, until stop() or an error, which `failed` gets. Use it in the loop.
+    """Calls `begin` again and again, after a pause each time, until stop(). Use it in the loop.
 
-    `begin` returns a coroutine if something is left to do. `spawn` runs it as a task, and the pause begins at its end.
-    The task's error ends the repetition, too.
+    If there is more to do, `begin` returns a coroutine. `spawn` runs it as a task, and the next pause begins when the
+    task has ended. An error of `begin` ends the repetition, and `failed` gets it. An error of the task ends it, too.
     """
 
     def __init__(

@@ -149,8 +149,8 @@ class ZKLoadRebalanceListener:
         """Leaves the group: waits for in-flight messages, commits, releases everything. May be repeated.
 
         `timeout_s` limits the writes to ZooKeeper and the storage, in seconds, but not the handler. Close the session
-        afterwards: when it ends, partitions whose last offset was not written in time go to the next owner,
-        uncommitted.
+        afterwards. Then, when ZooKeeper answers, partitions whose last offset was not written in time go to the next
+        owner, uncommitted.
         """
         if self._task is None:
             return
@@ -185,8 +185,9 @@ class ZKLoadRebalanceListener:
                     await asyncio.sleep(_pause_s(failures))
         reason = error or "no answer in time"
         self._log.warning(
-            "group %s: the others see %s leave only when its session ends: %s", self._group, self._id, reason
-        )
+            "group %s: the others see %s leave only when its client is closed and ZooKeeper answers, or when its "
+            "session ends: %s", self._group, self._id, reason,
+        )  # fmt: skip
 
     # Called by the consumer
 
@@ -343,7 +344,10 @@ class ZKLoadRebalanceListener:
             await self._holdings.drop_all()
             await members.leave(self._session, self._group, self._id)
         except MetamqError as late:
-            self._log.warning("group %s: %s keeps its nodes until its session ends: %s", self._group, self._id, late)
+            self._log.warning(
+                "group %s: %s keeps its nodes until its client is closed and ZooKeeper answers: %s",
+                self._group, self._id, late,
+            )  # fmt: skip
         self._handler.failed(error)
 
     def _warn_if_idle(self, plan: Plan) -> None:

@@ -239,8 +239,8 @@ class Link:
             return call(self._client)
 
     def forget(self, path: str, watch: Any) -> None:
-        """Drops a watch of a node, which the server keeps. Only the sets change: kazoo's thread iterates over both
-        dictionaries."""
+        """Makes kazoo forget a watch of a node; ZooKeeper keeps it. Both dictionaries of kazoo keep their keys, since
+        its thread iterates over them."""
         for watches in (self._client._data_watchers, self._client._child_watchers):
             watches.get(path, set()).discard(watch)
 
