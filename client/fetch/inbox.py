@@ -73,8 +73,7 @@ class PartitionState:
     reached_offset: int = 0
     """No offset that was delivered between the assignment and the last seek is outside of `lowest_offset` to this one.
     Some inside may not have been delivered."""
-    handled_offset: int = 0
-    """The offset after the last message whose listener returned. Set without the lock, by the handler."""
+    handled_offset: int = 0  # after the last message whose listener returned; set without the lock, by the handler
     sought_offset: int | None = None
     """The target of the application's last seek, until the next commit in a transaction of its own."""
     seeks: int = 0  # the number of seeks
