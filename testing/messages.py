@@ -12,9 +12,10 @@ from metamq.client.background import at_once
 from metamq.client.checks import awaitable_listener, check_listener, check_plain_listener, check_whole
 from metamq.client.handling.current import current
 from metamq.client.handling.dead_letters import dead_letter_headers
-from metamq.client.handling.retry_policy import Errors, RetryPolicy, present_attempt
+from metamq.client.handling.retry_policy import RETRY_DELAY_MAX_S, Errors, RetryPolicy, attempts_before, present_attempt
 from metamq.client.model import Message
 from metamq.errors import ConfigError
+from metamq.zk.names import RETRY_SUFFIX
 
 T = TypeVar("T")
 
@@ -62,6 +63,8 @@ def handle(
     *,
     max_attempts: int = 5,
     retry_delay_s: float = 0.1,
+    retry_delay_max_s: float = RETRY_DELAY_MAX_S,
+    jitter: float = 0.0,
     retry_on: Errors = (),
     give_up_on: Errors = (),
     retry_later_s: float | None = None,
@@ -69,11 +72,16 @@ def handle(
 ) -> Handled:
     """Calls a handler with a message, as Consumer.run() with these arguments does, but without a cluster and pauses.
 
+    The topic of the message may be a retry topic, as "billing.retry": the header `metamq-attempts` counts then.
+
     After `calls_max` calls it returns, even if run() would call the handler again. Raises WrongType for a coroutine
     function.
     """
     check_plain_listener(handler)
-    policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on, retry_later_s=retry_later_s)
+    policy = RetryPolicy(
+        max_attempts, retry_delay_s, retry_on, give_up_on,
+        retry_delay_max_s=retry_delay_max_s, jitter=jitter, retry_later_s=retry_later_s,
+    )  # fmt: skip
     return at_once(_handle(handler, message, policy, calls_max, awaits=False))
 
 
@@ -83,6 +91,8 @@ async def aio_handle(
     *,
     max_attempts: int = 5,
     retry_delay_s: float = 0.1,
+    retry_delay_max_s: float = RETRY_DELAY_MAX_S,
+    jitter: float = 0.0,
     retry_on: Errors = (),
     give_up_on: Errors = (),
     retry_later_s: float | None = None,
@@ -90,7 +100,10 @@ async def aio_handle(
 ) -> Handled:
     """Calls a handler as metamq.aio.Consumer.run() does, and awaits its result; see handle()."""
     check_listener(handler)
-    policy = RetryPolicy(max_attempts, retry_delay_s, retry_on, give_up_on, retry_later_s=retry_later_s)
+    policy = RetryPolicy(
+        max_attempts, retry_delay_s, retry_on, give_up_on,
+        retry_delay_max_s=retry_delay_max_s, jitter=jitter, retry_later_s=retry_later_s,
+    )  # fmt: skip
     return await _handle(handler, message, policy, calls_max, awaits=True)
 
 
@@ -103,7 +116,9 @@ async def _handle(
     awaits: bool,
 ) -> Handled:
     check_whole("calls_max", calls_max, 1)
-    calls = failed = outages = 0
+    has_origin = message.topic.endswith(RETRY_SUFFIX)
+    calls = outages = 0
+    failed = attempts_before(message)
     pauses_s: list[float] = []
     while True:
         calls += 1
@@ -115,7 +130,7 @@ async def _handle(
         outages = 0 if counts else outages + 1
         pause_s = policy.pause_after(error, failed, outages)
         if pause_s is None:
-            letter = dead_letter_headers(message, error, failed)
+            letter = dead_letter_headers(message, error, failed, has_origin=has_origin)
             return Handled("dead letter", calls, tuple(pauses_s), error, letter)
         if policy.is_later(error):
             return Handled("later", calls, (*pauses_s, pause_s), error, {})

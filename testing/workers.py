@@ -15,16 +15,19 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.settings import cluster_access
-from metamq.errors import ClosedError, MetamqError, Timeout
+from metamq.errors import ClosedError, ConfigError, MetamqError, Timeout
 from metamq.testing.broker_process import START_TIMEOUT_S, STOP_TIMEOUT_S, clean_environment
 
 if TYPE_CHECKING:
     import metamq
+    from metamq.client.consumer.consumer_api import ConsumerApi
     from metamq.client.model import Message
     from metamq.testing.clusters import Cluster
 
 READY = '{"handler":'
 """The beginning of the line that a worker prints when it has joined its group."""
+OUTPUT_S = 0.5
+"""Seconds for the last output of a worker that has ended. It comes at once; what the worker has forked may go on."""
 
 
 class WorkerProcess:
@@ -49,12 +52,13 @@ class WorkerProcess:
 
     def _pass_on(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(READY):
-                self._has_joined = True
-                self._said.set()
-            else:
-                sys.stdout.write(line)
+        with self._process.stdout as output:
+            for line in output:
+                if line.startswith(READY):
+                    self._has_joined = True
+                    self._said.set()
+                else:
+                    sys.stdout.write(line)
         self._said.set()
 
     @property
@@ -85,10 +89,9 @@ class WorkerProcess:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise Timeout("the end of a worker", timeout_s) from None
-        self._output.join()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._output.join(OUTPUT_S)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         return status
 
 
@@ -117,7 +120,11 @@ def worker(cluster: Cluster, arguments: str | Sequence[str]) -> Iterator[WorkerP
 @contextlib.contextmanager
 def running(consumer: metamq.Consumer[Any], listener: Callable[[Message[Any]], object], **run: Any) -> Iterator[None]:
     """Runs `consumer.run(listener, **run)` in a thread beside a block, and stops it at the block's end, after the
-    messages in progress. Raises the error of run() there. The consumer stays open."""
+    messages in progress. The consumer stays open, but has stopped: for a further run() make another one.
+
+    Raises the error of run() there; if the block has failed, too, from the error of the block. Raises ConfigError for a
+    consumer that has stopped before."""
+    _check_runs(consumer)
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -128,14 +135,13 @@ def running(consumer: metamq.Consumer[Any], listener: Callable[[Message[Any]], o
 
     thread = threading.Thread(target=work, name="metamq-running", daemon=True)
     thread.start()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ClosedError):
-            consumer.stop()
-        thread.join()
-    if errors:
-        raise errors[0]
+    with _errors_of_run(errors):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ClosedError):
+                consumer.stop()
+            thread.join()
 
 
 @contextlib.asynccontextmanager
@@ -143,11 +149,33 @@ async def aio_running(
     consumer: metamq.aio.Consumer[Any], listener: Callable[[Message[Any]], object], **run: Any
 ) -> AsyncIterator[None]:
     """Runs `consumer.run(listener, **run)` in a task beside a block; see running()."""
+    _check_runs(consumer)
+    errors: list[BaseException] = []
     task = asyncio.ensure_future(consumer.run(listener, **run))
+    with _errors_of_run(errors):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ClosedError):
+                consumer.stop()
+            errors += [error for error in await asyncio.gather(task, return_exceptions=True) if error is not None]
+
+
+def _check_runs(consumer: ConsumerApi[Any]) -> None:
+    if consumer.stopped:
+        raise ConfigError("the consumer has stopped, and runs no more", hint="Make another one for each run().")
+
+
+@contextlib.contextmanager
+def _errors_of_run(errors: Sequence[BaseException]) -> Iterator[None]:
+    """Raises the error of run(), if there is one at the end of the block: it is the cause of most errors there."""
     try:
         yield
-    finally:
-        with contextlib.suppress(ClosedError):
-            consumer.stop()
-        await asyncio.wait([task])
-    task.result()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if errors:
+            raise errors[0] from error
+        raise
+    if errors:
+        raise errors[0]

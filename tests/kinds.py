@@ -17,6 +17,7 @@ import pytest
 STARTERS = {
     "docker",
     "getfixturevalue",  # takes a fixture that only the run of the test knows
+    "metamq.broker.workers.worker.Worker",
     "metamq.spark_consumers.spark_session",
     "metamq.testing",
     "metamq.testing.clusters",  # imported by the fixtures when they run

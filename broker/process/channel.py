@@ -8,6 +8,7 @@ the supervisor ends, however it ends, its end closes, and the worker ends, too (
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from typing import Protocol
@@ -63,7 +64,16 @@ class ChildEnd:
         """`fd`: standard input, which is a socket."""
         self._pages: Pages | None = None
         self._socket = socket.socket(fileno=fd)
+        self._is_fork = False
+        os.register_at_fork(after_in_child=self._leave)
         threading.Thread(target=self._answer, name="metamq-parent", daemon=True).start()
+
+    def _leave(self) -> None:
+        """Takes the socket from a fork, where no thread answers: there a request would wait after this process."""
+        if not self._is_fork:  # else a fork of a fork, whose standard input may be a file
+            self._is_fork = True
+            with open(os.devnull, "rb") as nothing:
+                os.dup2(nothing.fileno(), self._socket.fileno())
 
     def publish(self, pages: Pages) -> None:
         """Answers with these pages from now on; before, with 503."""
@@ -78,6 +88,7 @@ class ChildEnd:
                 for fd in fds:
                     with socket.socket(fileno=fd) as asked, contextlib.suppress(OSError):
                         asked.sendall(self._encoded(request))
+                        asked.shutdown(socket.SHUT_WR)  # a process forked meanwhile may hold it open
         end_without_parent()
 
     def _encoded(self, request: bytes) -> bytes:

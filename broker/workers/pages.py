@@ -2,7 +2,7 @@
 
 /metrics   the metrics of all workers, which have the label `broker`, and two of the supervisor
 /healthz   200 unless the event loop of a worker hangs: the supervisor itself starts ended workers again
-/readyz    200 if every worker is ready
+/readyz    200 if every worker is ready that has not ended for good
 /          the state of each worker
 """
 
@@ -115,10 +115,10 @@ def health(states: Sequence[WorkerState], pages: Sequence[Page | None]) -> Page:
 
 
 def readiness(states: Sequence[WorkerState], pages: Sequence[Page | None]) -> Page:
-    """Returns /readyz: good if every worker is ready."""
-    return _listed(
-        [(page is not None and page.status == GOOD, state, page) for state, page in zip(states, pages, strict=True)]
-    )
+    """Returns /readyz: good if every worker is ready, without those that have ended for good, unless all have."""
+    lines = [(page is not None and page.status == GOOD, state, page)
+             for state, page in zip(states, pages, strict=True)]  # fmt: skip
+    return _listed([line for line in lines if line[1].phase != "ended"] or lines)
 
 
 def _listed(lines: list[tuple[bool, WorkerState, Page | None]]) -> Page:

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import time
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,6 +23,10 @@ from metamq.zk.server.embedded import how_it_ended
 log = logging.getLogger("metamq.broker")
 
 ASK_S = 5.0
+LAST_LINE_S = 1.0
+"""Seconds for the line of a process that has ended. It comes at once, or never: then a fork of it holds the pipe."""
+USAGE_STATUS = 2
+"""The exit status of a process that refuses its command line: it has printed the reason."""
 READY, REFUSED = "ready", "refused"
 """The keys of the line of JSON that a worker's process prints: it serves, or its configuration is wrong."""
 
@@ -58,6 +63,50 @@ class _Ended(NamedTuple):
         return self.status in (0, -signal.SIGTERM)
 
 
+class _Report(asyncio.Protocol):
+    """The standard output of a process: its first line is its report, the rest is dropped. It is no pipe of asyncio,
+    which would wait for the end of the output, too: what the process has forked may hold it open."""
+
+    def __init__(self) -> None:
+        self._ours, self.for_child = os.pipe()
+        self._line: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._data = b""
+        self._transport: asyncio.BaseTransport | None = None
+
+    async def read(self, process: Process) -> dict[str, Any]:
+        """Returns the report of a process that has `for_child`; empty if it ended without one."""
+        os.close(self.for_child)
+        self.for_child = -1
+        pipe = os.fdopen(self._ours, "rb", buffering=0)
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
+        end: asyncio.Future[Any] = asyncio.ensure_future(process.wait())
+        await asyncio.wait([self._line, end], return_when=asyncio.FIRST_COMPLETED)
+        end.cancel()
+        await asyncio.wait([self._line], timeout=LAST_LINE_S)
+        return dict(json.loads(self._line.result())) if self._line.done() and self._line.result() else {}
+
+    def data_received(self, data: bytes) -> None:
+        """Takes output of the process."""
+        if not self._line.done():
+            self._data += data
+            if b"\n" in self._data:
+                self._line.set_result(self._data.partition(b"\n")[0])
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """Notes the end of the output."""
+        if not self._line.done():
+            self._line.set_result(b"")
+
+    def close(self) -> None:
+        """Closes the pipe."""
+        if self._transport is not None:
+            self._transport.close()
+        else:
+            os.close(self._ours)
+        if self.for_child >= 0:
+            os.close(self.for_child)
+
+
 class Worker:
     """One broker id, or one number of another kind. All methods except for ask() are for the supervisor's loop."""
 
@@ -70,11 +119,13 @@ class Worker:
         *,
         kind: str = "broker",
         reactions: Mapping[int, Reaction] | None = None,
+        log: logging.Logger = log,
     ) -> None:
         """`served` is called whenever a process begins to serve. `reactions`: those to exit statuses of a process that
-        was not asked to end."""
+        was not asked to end; they are no failures. `log`: for the ends of processes."""
         self.state = WorkerState(broker_id, kind=kind)
         self._reactions = reactions or {}
+        self._log = log
         self.name = ""
         """The replica and its role when it began to serve."""
         self.host, self.port = "", 0
@@ -113,7 +164,7 @@ class Worker:
 
     async def _pause(self, seconds: float, reason: str) -> Reaction:
         """Waits before the next start; stop() and restart() end the wait."""
-        log.error(
+        self._log.error(
             "%s %s: it starts again in %g s", self.state.title, reason, seconds,
             extra={self.state.kind: self.state.broker_id},
         )  # fmt: skip
@@ -132,16 +183,15 @@ class Worker:
         try:
             return await self._started()
         except OSError as error:  # memory, processes or descriptors are used up
-            log.error("%s cannot be started: %s", self.state.title, error)
+            self._log.error("%s cannot be started: %s", self.state.title, error)
             return _Ended(1, 0.0, None)
         finally:
             self._process = None
 
     async def _started(self) -> _Ended:
-        channel = ParentEnd()
-        try:
+        with contextlib.closing(ParentEnd()) as channel, contextlib.closing(_Report()) as report:
             process = self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=channel.for_child.fileno(), stdout=PIPE, env=dict(self._environment),
+                *self._command, stdin=channel.for_child.fileno(), stdout=report.for_child, env=dict(self._environment),
                 # Ctrl-C goes to the whole foreground group: the supervisor decides when its workers end.
                 start_new_session=True,
             )  # fmt: skip
@@ -150,29 +200,28 @@ class Worker:
             self._changed(phase="starting", pid=process.pid, starts=self.state.starts + 1)
             if self._stopping:
                 self._terminate()
-            return await self._followed(process)
-        finally:
-            self._channel = None
-            channel.close()
+            try:
+                return await self._followed(process, report)
+            finally:
+                self._channel = None
 
-    async def _followed(self, process: Process) -> _Ended:
+    async def _followed(self, process: Process, report: _Report) -> _Ended:
         """Follows a process from its start to its end."""
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        report = json.loads(line) if line.endswith(b"\n") else {}
+        told = await report.read(process)
         began, refusal = time.monotonic(), None
-        if READY in report:
-            self._note_ready(report[READY])
-        elif REFUSED in report:
-            problem, hint = report[REFUSED]
+        if READY in told:
+            self._note_ready(told[READY])
+        elif REFUSED in told:
+            problem, hint = told[REFUSED]
             refusal = ConfigError(f"{self.state.title}: {problem}", hint=hint)
-        await process.stdout.read()
         status = await process.wait()
+        if not told and status == USAGE_STATUS:
+            refusal = ConfigError(f"{self.state.title} refused its command line", hint="See the lines above.")
         self.serves.clear()
-        served_s = time.monotonic() - began if READY in report else 0.0
+        served_s = time.monotonic() - began if READY in told else 0.0
         ended = _Ended(status, served_s, refusal)
-        self.ended_well = ended.is_good
-        self._changed(phase="ended", pid=None, last_end=str(refusal or how_it_ended(status)))
+        self.ended_well = ended.is_good or status in self._reactions
+        self._changed(phase="starting", pid=None, last_end=str(refusal or how_it_ended(status)))
         return ended
 
     def _note_ready(self, told: dict[str, str]) -> None:

@@ -2,7 +2,8 @@
 
 start    The status port, then all processes at the same time. A wrong program or option ends the command.
 run      A process that ends with an error is started again after a pause (metamq.broker.workers.decisions), one that
-         ends by --max-messages at once. One that ends by --idle-timeout is not.
+         ends by --max-messages at once. One that ends by --idle-timeout is not. One that refuses its command line
+         ends the command.
 stop     The first SIGTERM, SIGINT or SIGHUP stops all processes after the messages in progress, a second one at once.
 kill -9  The processes notice that their standard input closes, and end (metamq.broker.process.channel).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -21,9 +23,12 @@ from metamq.broker.process.http import StatusServer
 from metamq.broker.workers.decisions import Reaction
 from metamq.broker.workers.pages import WorkerPages
 from metamq.broker.workers.worker import Worker
-from metamq.cli.worker.child import AS_PROCESS, SPENT_STATUS
+from metamq.cli.worker.child import IDLE_STATUS, PROCESS_VARIABLE, SPENT_STATUS
+
+log = logging.getLogger("metamq.cli")
 
 KIND = "worker"
+REACTIONS = {IDLE_STATUS: Reaction.ENDED, SPENT_STATUS: Reaction.AT_ONCE}
 
 
 class WorkerProcesses:
@@ -33,11 +38,14 @@ class WorkerProcesses:
         self._ready = asyncio.Event()
         self._asked = 0
         self._ending = asyncio.Event()
-        reactions = {0: Reaction.ENDED, SPENT_STATUS: Reaction.AT_ONCE}
+        command = [sys.executable, "-P", "-m", "metamq.cli", *sys.argv[1:]]
         self.workers = [
-            Worker(number, _command(number), os.environ, self._served, kind=KIND, reactions=reactions)
+            Worker(
+                number, command, {**os.environ, PROCESS_VARIABLE: str(number)}, self._served,
+                kind=KIND, reactions=REACTIONS, log=log,
+            )
             for number in range(count)
-        ]
+        ]  # fmt: skip
 
     async def run(self, host: str, port: int, ready: Callable[[int], None]) -> int:
         """Runs until a signal, or the end of all processes. Returns the exit status. `ready` is called with the status
@@ -96,7 +104,3 @@ def run_processes(count: int, host: str, port: int, ready: Callable[[int], None]
         return await WorkerProcesses(count).run(host, port, ready)
 
     return asyncio.run(work())
-
-
-def _command(number: int) -> list[str]:
-    return [sys.executable, "-m", "metamq.cli", *sys.argv[1:], f"{AS_PROCESS}={number}"]

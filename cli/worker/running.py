@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from metamq.cli.processes import Stopped
@@ -79,7 +80,7 @@ class HandlerRun:
             consumer: Consumer[Any] = stack.enter_context(Consumer(**self.consumer))
             self._opened(consumer, consumer.stop)
             try:
-                consumer.run(self._listener(consumer), **self.run)
+                consumer.run(self._listener(consumer, partial(_stop_if_open, consumer)), **self.run)
             finally:
                 self._ended()
 
@@ -96,9 +97,10 @@ class HandlerRun:
             elif entered is not None:
                 stack.enter_context(entered)
             consumer: Consumer[Any] = await stack.enter_async_context(Consumer(**self.consumer))
-            self._opened(consumer, lambda: loop.call_soon_threadsafe(_stop_if_open, consumer))
+            stop = partial(loop.call_soon_threadsafe, _stop_if_open, consumer)
+            self._opened(consumer, stop)
             try:
-                await consumer.run(self._listener(consumer), **self.run)
+                await consumer.run(self._listener(consumer, stop), **self.run)
             finally:
                 self._ended()
 
@@ -113,10 +115,10 @@ class HandlerRun:
             raise ConfigError("the lifespan returns no context manager", hint=_CONTEXT_HINT)
         return entered
 
-    def _listener(self, consumer: ConsumerApi[Any]) -> Callable[[Any], Any]:
+    def _listener(self, consumer: ConsumerApi[Any], stop: Callable[[], object]) -> Callable[[Any], Any]:
         handler = self.program.handler
         listener = (lambda message: handler(message, consumer)) if self.program.takes_consumer else handler
-        return listener if self.spent.calls_max is None else self.spent.counted(listener, consumer)
+        return listener if self.spent.messages_max is None else self.spent.counted(listener, consumer, stop)
 
     def _opened(self, consumer: ConsumerApi[Any], stop: Callable[[], object]) -> None:
         def note_and_stop() -> None:

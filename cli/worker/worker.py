@@ -21,7 +21,7 @@ from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.show.two_signals import TwoSignals
 from metamq.cli.show.units import GROUP, Parsed, parse_ms
 from metamq.cli.show.user_objects import SEPARATOR
-from metamq.cli.worker.child import AS_PROCESS, SPENT_STATUS, Spent, reporting
+from metamq.cli.worker.child import IDLE_STATUS, PROCESS_VARIABLE, SPENT_STATUS, Spent, reporting
 from metamq.cli.worker.program import (
     check_together,
     load_exceptions,
@@ -140,10 +140,9 @@ TOPIC_OR_PATH = Parsed("topic", lambda text: text if SEPARATOR in text else chec
 @click.option(
     "--max-messages",
     type=click.IntRange(1),
-    help="End a process after so many calls of the handler. With --processes another one starts.",
+    help="End a process after about so many messages. With --processes another one starts.",
 )
 @click.option("--with-parent", is_flag=True, hidden=True)
-@click.option(AS_PROCESS, "as_process", type=int, hidden=True)
 @TEXT_OR_JSON
 def worker(
     handler: str,
@@ -153,7 +152,6 @@ def worker(
     http_host: str,
     with_parent: bool,
     processes: int,
-    as_process: int | None,
     **options: Any,
 ) -> int:
     """Call a function of yours with each message of topics, as a member of a group.
@@ -175,6 +173,7 @@ def worker(
         log_as_json(LogFilter(), group=options["group"])
         logging.captureWarnings(True)
         current().logs_json = True
+    as_process = os.environ.pop(PROCESS_VARIABLE, None)
     if with_parent and as_process is None:
         follow_parent(sys.stdin.fileno())
     if processes > 1 and as_process is None:
@@ -183,7 +182,7 @@ def worker(
     with (
         TwoSignals(stop_at_once) as signals,
         contextlib.suppress(Stopped),
-        _serving(http_host, http_port) if as_process is None else _reporting(as_process) as (pages, port, report),
+        _serving(http_host, http_port) if as_process is None else _reporting(int(as_process)) as (pages, port, report),
     ):
         ready = report or partial(_say_ready, output, handler, options, port)
         work = _worker(handler, options, signals, pages, ready, spent)
@@ -196,8 +195,8 @@ def worker(
             return 1
     if signals.asked:
         log.info("stopped")
-    elif spent.is_spent and as_process is not None:
-        return SPENT_STATUS
+    elif as_process is not None:
+        return SPENT_STATUS if spent.is_spent else IDLE_STATUS
     return 0
 
 

@@ -80,6 +80,24 @@ def test_a_message_that_comes_later() -> None:
     assert by_both(RetryLater(5)).pauses_s == (5,)
 
 
+def test_a_message_of_a_retry_topic_has_the_attempts_of_its_header() -> None:
+    headers = {"metamq-attempts": b"3", "metamq-origin-topic": b"orders", "metamq-origin-offset": b"7"}
+    one = message(b"17", headers=headers, topic="billing.retry", offset=1)
+    given_up = handle(Handler(*[ValueError("bad")] * 9), one, max_attempts=5)
+    assert (given_up.outcome, given_up.calls) == ("dead letter", 2)
+    letter = given_up.letter_headers
+    assert (letter["metamq-attempts"], letter["metamq-topic"], letter["metamq-offset"]) == (b"5", b"orders", b"7")
+    assert handle(Handler(ValueError("bad")), one, retry_later_s=60).pauses_s == (480,)
+    assert handle(Handler(*[ValueError("bad")] * 9), message(b"", headers=headers), max_attempts=5).calls == 5
+
+
+def test_the_pauses_have_the_limit_and_the_jitter_of_run() -> None:
+    errors = [ValueError("bad")] * 3
+    assert by_both(*errors, retry_delay_s=1, retry_delay_max_s=2).pauses_s == (1, 2, 2)
+    (pause_s,) = handle(Handler(ValueError("bad")), message(b""), retry_delay_s=8, jitter=0.5).pauses_s
+    assert 4 <= pause_s <= 8
+
+
 def test_functions_that_run_would_refuse_are_refused() -> None:
     with pytest.raises(WrongType, match="await"):
         handle(Handler().later, message(b""))

@@ -49,6 +49,13 @@ def test_a_worker_that_starts_again_is_healthy_and_not_ready() -> None:
     ]
 
 
+def test_a_worker_that_has_ended_for_good_does_not_count() -> None:
+    ended = WorkerState(1, "ended", starts=1, last_end="ended with status 76")
+    page = readiness([SERVING, ended], [Page.text(GOOD, "ready"), None])
+    assert (page.status, page.body) == (GOOD, b"broker 0: ready\n")
+    assert readiness([ended], [None]).status == BAD
+
+
 def test_a_worker_that_serves_and_does_not_answer_is_neither() -> None:
     assert health([SERVING], [None]).status == BAD
     assert readiness([SERVING], [None]).body == b"broker 0: it does not answer\n"
