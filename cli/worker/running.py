@@ -97,7 +97,10 @@ class HandlerRun:
             elif entered is not None:
                 stack.enter_context(entered)
             consumer: Consumer[Any] = await stack.enter_async_context(Consumer(**self.consumer))
-            stop = partial(loop.call_soon_threadsafe, _stop_if_open, consumer)
+
+            def stop() -> None:
+                loop.call_soon_threadsafe(_stop_if_open, consumer)
+
             self._opened(consumer, stop)
             try:
                 await consumer.run(self._listener(consumer, stop), **self.run)

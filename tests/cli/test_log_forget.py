@@ -73,7 +73,7 @@ def test_at_a_lone_broker_readers_are_told_and_miss_nothing_of_what_comes_after(
     running: Cluster, offline: Metamq, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
 ) -> None:
     broker, name = running.broker, f"{TOPIC}/0-1"
-    with running.consumer(topics=[TOPIC], group="told", start="earliest", idle_timeout_s=1) as consumer:
+    with running.consumer(topics=[TOPIC], group="told", start="earliest", idle_timeout_s=0.3) as consumer:
         assert len(read_to_end(consumer)) == 2 * BEFORE
     broker.stop()
     harm(of(broker, 1))
@@ -105,11 +105,11 @@ def test_at_a_lone_broker_readers_are_told_and_miss_nothing_of_what_comes_after(
     after = put(running, "0-1", b"after", AFTER)
     with (
         caplog.at_level(logging.WARNING),
-        running.consumer(topics=[TOPIC], group="told", idle_timeout_s=1) as consumer,
+        running.consumer(topics=[TOPIC], group="told", idle_timeout_s=0.3) as consumer,
     ):
         assert [message.value for message in read_to_end(consumer)] == after
     assert [one for one in caplog.messages if f"{name}:" in one and "Continuing at 0" in one], "it says so"
-    with running.consumer(topics=[TOPIC], start="earliest", idle_timeout_s=1) as consumer:
+    with running.consumer(topics=[TOPIC], start="earliest", idle_timeout_s=0.3) as consumer:
         assert len(read_to_end(consumer)) == BEFORE + AFTER, "the other partition is as it was"
 
 
@@ -208,7 +208,7 @@ def test_files_from_a_backup_are_served_once_a_person_accepts_them(
     running: Cluster, offline: Metamq, tmp_path: Path
 ) -> None:
     broker, name = running.broker, f"{TOPIC}/0-1"
-    with running.consumer(topics=[TOPIC], group="told", start="earliest", idle_timeout_s=1) as consumer:
+    with running.consumer(topics=[TOPIC], group="told", start="earliest", idle_timeout_s=0.3) as consumer:
         assert len(read_to_end(consumer)) == 2 * BEFORE
     broker.stop()
     shutil.copytree(of(broker, 1), tmp_path / "backup")
@@ -245,7 +245,7 @@ def test_files_from_a_backup_are_served_once_a_person_accepts_them(
     broker.start()
     assert http_get(broker.http_port, "/readyz")[0] == 200
     after = put(running, "0-1", b"after", AFTER)
-    with running.consumer(topics=[TOPIC], group="told", idle_timeout_s=1) as consumer:
+    with running.consumer(topics=[TOPIC], group="told", idle_timeout_s=0.3) as consumer:
         assert [message.value for message in read_to_end(consumer)] == after
 
 

@@ -50,7 +50,7 @@ def read_until_rejected(consumer: Consumer[Any]) -> tuple[list[int], DecodeError
 def test_a_loop_raises_it_with_its_place_again_and_again_and_a_seek_leads_past_it(
     shop: Shop, topic: str, group: str
 ) -> None:
-    with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=1) as consumer:
+    with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=0.3) as consumer:
         read, error = read_until_rejected(consumer)
         assert read == [0, 1]
         check(error, topic)
@@ -65,7 +65,7 @@ def test_a_loop_raises_it_with_its_place_again_and_again_and_a_seek_leads_past_i
 @pytest.mark.parametrize("caught_inside", [True, False])
 def test_what_is_before_it_is_committed_and_it_is_not(shop: Shop, topic: str, group: str, caught_inside: bool) -> None:
     def read_it() -> None:
-        with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=1) as consumer:
+        with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=0.3) as consumer:
             if caught_inside:
                 read_until_rejected(consumer)
             else:
@@ -77,7 +77,7 @@ def test_what_is_before_it_is_committed_and_it_is_not(shop: Shop, topic: str, gr
         with pytest.raises(DecodeError):
             read_it()
     assert set(shop.committed(group).values()) == {BAD}
-    with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=1) as consumer:
+    with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=0.3) as consumer:
         assert read_until_rejected(consumer)[0] == []
 
 
@@ -106,7 +106,7 @@ def test_a_batch_raises_it_and_comes_again(shop: Shop, group: str) -> None:
     topic = shop.topic()
     with shop.cluster.producer() as producer:
         producer.send_many(topic, VALUES).result(60)
-    with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=1) as consumer:
+    with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=0.3) as consumer:
         for _ in range(3):
             with pytest.raises(DecodeError) as raised:
                 [batch.values for batch in consumer.batches()]
@@ -135,7 +135,7 @@ def test_a_batch_whose_loop_was_left_for_it_is_not_skipped(shop: Shop, group: st
             return True
 
     def blocking() -> None:
-        with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=1) as consumer:
+        with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=0.3) as consumer:
             for one in consumer.batches():
                 if is_rejected(one):
                     break
@@ -159,12 +159,12 @@ def test_a_batch_whose_loop_was_left_for_it_is_not_skipped(shop: Shop, group: st
         blocking()
     else:
         asyncio.run(asynchronous())
-    with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=1) as consumer:
+    with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=0.3) as consumer:
         assert read_until_rejected(consumer)[1].offset == BAD
 
 
 def dead_letters(shop: Shop, group: str) -> list[Message[bytes]]:
-    with shop.consumer(f"{group}.dead-letter", idle_timeout_s=1) as consumer:
+    with shop.consumer(f"{group}.dead-letter", idle_timeout_s=0.3) as consumer:
         return list(consumer)
 
 
@@ -185,7 +185,7 @@ def test_run_tries_again_and_sends_it_to_the_dead_letters_as_it_is_stored(shop: 
         tried.append(value)
         return json.loads(value)
 
-    with shop.consumer(topic, group, decode=decode, idle_timeout_s=1) as consumer:
+    with shop.consumer(topic, group, decode=decode, idle_timeout_s=0.3) as consumer:
         consumer.run(lambda message: read.append(message.value), max_attempts=3, retry_delay_s=0.01)
     assert read == [0, 1, 3, 4]
     assert tried.count(b"not json") >= 3
@@ -213,7 +213,7 @@ def test_run_of_asyncio_does_the_same(shop: Shop, topic: str, group: str) -> Non
 def test_run_without_dead_letters_stops_at_it_each_time(shop: Shop, topic: str, group: str) -> None:
     read: list[int] = []
     for _ in range(2):
-        with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=1) as consumer:
+        with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=0.3) as consumer:
             for _ in range(2):
                 with pytest.raises(DecodeError) as raised:
                     consumer.run(

@@ -85,16 +85,16 @@ def test_values_come_back_equal_in_both_apis(shop: Shop, kind: str) -> None:
             await admin.load_schemas(there)
             await producer.send(there, values[0], partition="0-0")
             await producer.send_many(there, values[1:], partition="0-0")
-        async with aio.Consumer(shop.cluster.zookeeper, topics=there, idle_timeout_s=1) as consumer:
+        async with aio.Consumer(shop.cluster.zookeeper, topics=there, idle_timeout_s=0.3) as consumer:
             return [message.value async for message in consumer]
 
     assert asyncio.run(again()) == values * 2
-    with shop.cluster.consumer(topics=topic, idle_timeout_s=1) as consumer:
+    with shop.cluster.consumer(topics=topic, idle_timeout_s=0.3) as consumer:
         assert [message.value for message in consumer] == values * 2
     with shop.producer.transaction():
         shop.producer.send(topic, values[0], partition="0-0")
         shop.producer.send_many(topic, values[1:], partition="0-0")
-    with shop.cluster.consumer(topics=topic, idle_timeout_s=1) as consumer:
+    with shop.cluster.consumer(topics=topic, idle_timeout_s=0.3) as consumer:
         assert [value for batch in consumer.batches() for value in batch.values] == values * 3
 
 
@@ -122,7 +122,7 @@ def test_a_body_that_does_not_decode_goes_the_way_of_decode(shop: Shop, group: s
     shop.admin.create_topic(f"{group}.dead-letter", 1)
     topic = Topic(shop.topic(), Order)
     shop.send(topic.name, [b'{"number": 1}', b'{"number": "x"}', b'{"number": 3}'], "0-0")
-    with shop.cluster.consumer(topics=topic, idle_timeout_s=1) as consumer, pytest.raises(DecodeError) as raised:
+    with shop.cluster.consumer(topics=topic, idle_timeout_s=0.3) as consumer, pytest.raises(DecodeError) as raised:
         for _ in consumer:
             pass
     assert raised.value.offset == 1
@@ -132,10 +132,10 @@ def test_a_body_that_does_not_decode_goes_the_way_of_decode(shop: Shop, group: s
     def listen(message: Message[Order]) -> None:
         seen.append(message.value.number)
 
-    with shop.cluster.consumer(topics=topic, group=group, idle_timeout_s=1) as consumer:
+    with shop.cluster.consumer(topics=topic, group=group, idle_timeout_s=0.3) as consumer:
         consumer.run(listen, max_attempts=2, retry_delay_s=0.01)
     assert seen == [1, 3]
-    with shop.consumer(f"{group}.dead-letter", idle_timeout_s=1) as dead:
+    with shop.consumer(f"{group}.dead-letter", idle_timeout_s=0.3) as dead:
         assert [message.value for message in dead] == [b'{"number": "x"}']
 
 
@@ -199,10 +199,10 @@ def test_a_new_consumer_reads_old_messages_and_an_avro_reader_fills_in_defaults(
     shop.producer.send(old, {"number": 1, "place": "Oslo"}, partition="0-0").result(60)
     assert shop.admin.register_schema(new) == 2
     shop.producer.send(new, {"number": 2, "seats": 5}, partition="0-0").result(60)
-    with shop.cluster.consumer(topics=new, idle_timeout_s=1) as consumer:
+    with shop.cluster.consumer(topics=new, idle_timeout_s=0.3) as consumer:
         messages = [*consumer]
     assert [message.value for message in messages] == [{"number": 1, "seats": 4}, {"number": 2, "seats": 5}]
-    with shop.consumer(name, idle_timeout_s=1) as consumer:
+    with shop.consumer(name, idle_timeout_s=0.3) as consumer:
         assert [message.value[:5] for message in consumer] == [b"\0\0\0\0\x01", b"\0\0\0\0\x02"]
     stranger = Topic.avro(name, json.dumps(AVSC))
     stranger.learn({})

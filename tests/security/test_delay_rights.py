@@ -47,6 +47,7 @@ def levels_of(admin: Admin) -> list[str]:
     return [topic for topic in admin.topics() if topic.startswith("metamq.delays.")]
 
 
+@pytest.mark.slow
 def test_a_writer_may_delay_and_no_more(secure: Cluster, authority: Authority, name: str) -> None:
     secure.create_topic(name, partitions=2)
     secure.create_topic(f"{name}-2", partitions=1)

@@ -209,6 +209,7 @@ def send_all(producer: Producer, topic: str, number: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_producer_is_delayed_and_loses_nothing_and_others_are_not_delayed(
     secure: Cluster, authority: Authority, name: str, security: SecurityConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,6 +231,7 @@ def test_a_producer_is_delayed_and_loses_nothing_and_others_are_not_delayed(
     assert found["metamq_broker_delayed_seconds_total"] >= 1
 
 
+@pytest.mark.slow
 def test_a_consumer_is_delayed_and_its_health_shows_it(
     secure: Cluster, authority: Authority, name: str, security: SecurityConfig
 ) -> None:
@@ -287,6 +289,7 @@ def test_a_quota_that_is_removed_ends_a_wait(
         assert timed(lambda: waits.result(SLOW_S)) < 5
 
 
+@pytest.mark.slow
 def test_a_message_that_is_not_sent_in_time_names_the_quota(
     secure: Cluster, authority: Authority, name: str, security: SecurityConfig
 ) -> None:

@@ -24,6 +24,7 @@ LIMIT_S = 8.0
 """Less than the time that a producer of default settings would wait."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"delivery_timeout_s": 1.0}, {"request_timeout_s": 1.0}], ids=str)
 @pytest.mark.parametrize("face", FACES)
 def test_a_silent_broker(running: Cluster, topic: str, tmp_path: Path, face: str, settings: dict[str, Any]) -> None:

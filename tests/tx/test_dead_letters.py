@@ -60,7 +60,7 @@ def give_up(running: Cluster, group: str, count: int) -> str:
 
 
 def values(running: Cluster, topic: str) -> list[int]:
-    with running.consumer(topics=topic, start="earliest", idle_timeout_s=1) as consumer:
+    with running.consumer(topics=topic, start="earliest", idle_timeout_s=0.3) as consumer:
         return sorted(int(message.value) for message in read_to_end(consumer))
 
 
@@ -115,7 +115,7 @@ def test_selected_letters_are_sent_again_and_the_others_stay(
 ) -> None:
     topic = give_up(running, group, 10)
     assert queue.resend(LetterFilter(error="odd")) == 5
-    with running.consumer(topics=topic, start="earliest", idle_timeout_s=1) as consumer:
+    with running.consumer(topics=topic, start="earliest", idle_timeout_s=0.3) as consumer:
         messages = read_to_end(consumer)
     assert sorted(int(message.value) for message in messages) == [1, 3, 5, 7, 9]
     assert all(message.headers == {"own": b"header", "metamq-resent": b"1"} for message in messages)

@@ -86,6 +86,7 @@ def waiting(local: LocalBroker) -> int:
     return local.broker._parts.delays.figures.waiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_fail_and_answers_are_lost(
     running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -195,6 +196,7 @@ def test_offsets_of_lost_messages_hide_no_later_ones(running: Cluster, local: Lo
     assert sorted(message.value for message in found) == [b"%d" % number for number in range(5)]
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_read_holds_up_only_its_own_messages(
     running: Cluster, local: LocalBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def topic(running: Cluster) -> str:
     return name
 
 
+@pytest.mark.slow
 def test_thousands_of_delays_each_once_and_none_early(running: Cluster, topic: str) -> None:
     sent = send_delayed(running, topic, 5000, 3.0)
     found = read_all(running, topic, len(sent))
@@ -51,6 +52,7 @@ def test_thousands_of_delays_each_once_and_none_early(running: Cluster, topic: s
     assert all(one.partition == names[by_key_hash(topic, one.key, 4)] for one in found if one.key)
 
 
+@pytest.mark.slow
 def test_messages_of_a_key_with_the_same_delay_keep_their_order_under_load(running: Cluster, topic: str) -> None:
     send_in_order(running, topic, 20_000, [0.05, 0.21, 0.41, 0.85, 3.3])
     found = read_all(running, topic, 20_000)
@@ -246,6 +248,7 @@ def at_levels(forwarder: DelayForwarder) -> int:
     return 0 if term is None else sum(one.waiting for one in [*term.logs.values()] if one.level is not None)
 
 
+@pytest.mark.slow
 def test_many_messages_of_a_deleted_topic_cost_zookeeper_one_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +271,7 @@ def test_many_messages_of_a_deleted_topic_cost_zookeeper_one_question(
         assert len(syncs) < 100
 
 
+@pytest.mark.slow
 def test_a_topic_that_takes_nothing_holds_up_only_its_own_messages(running: Cluster, topic: str) -> None:
     running.create_topic(f"{topic}-2", partitions=1)
     with running.producer() as producer, running.admin() as admin:

@@ -80,6 +80,7 @@ def noted(running: Cluster, broker_id: int) -> set[str]:
     return asyncio.run(read())
 
 
+@pytest.mark.slow
 def test_deleted_topics_are_forgotten_and_one_that_cannot_be_opened_is_not(
     running: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
