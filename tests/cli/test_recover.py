@@ -182,7 +182,7 @@ def test_several_services_may_run(metamq: Metamq, running: Cluster, topic: str, 
 def test_a_second_signal_does_not_wait_for_a_pass_that_hangs(file: Path, running: Cluster, process: Start) -> None:
     hangs = file.parent / "hangs"
     (file.parent / "stuck.py").write_text(
-        f"import threading\ndef connect():\n    open({str(hangs)!r}, 'w').close()\n    threading.Event().wait()\n"
+        f"import time\ndef connect():\n    open({str(hangs)!r}, 'w').close()\n    while True: time.sleep(0.05)\n"
     )
     options = ("--every", "100ms", "--http-port", 0, "-o", "json")
     service = process("tx", "recover", "--database", "stuck:connect", *options, cwd=file.parent)

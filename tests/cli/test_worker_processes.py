@@ -125,10 +125,13 @@ def test_a_process_that_is_stopped_alone_starts_again(worker: Work) -> None:
     assert line["logger"] == "metamq.cli"
 
 
+@pytest.mark.slow
 def test_an_idle_process_leaves_the_others_ready(running: Cluster, topic: str, worker: Work) -> None:
-    fill(running, topic, 1)
-    one = worker("hangs", "--processes", "2", "--http-port", "0", "--idle-timeout", "200ms")
+    """The message comes when both have joined: a partition with a message that hangs would never move."""
+    one = worker("hangs", "--processes", "2", "--http-port", "0", "--idle-timeout", "4s")
     port = ready(one)["http_port"]
+    wait_until(lambda: http_get(port, "/readyz")[0] == 200, what="both processes")
+    fill(running, topic, 1)
     alone = [(200, f"worker {number}: ready\n") for number in (0, 1)]
     wait_until(lambda: http_get(port, "/readyz") in alone, what="the end of one")
     one.send_signal(signal.SIGTERM)
