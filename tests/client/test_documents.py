@@ -205,7 +205,7 @@ def test_a_union_names_its_type_only_if_the_value_would_have_another_one() -> No
 
 
 def test_a_long_chain_of_records_is_a_document_in_little_time() -> None:
-    """Each record nearly fits another type: to try that one with all records inside would take for ever."""
+    """Each record nearly fits another type: to try that one with all records inside would take days."""
     longer = {"type": "record", "name": "Y", "fields": [{"name": "next", "type": "X"}, {"name": "z", "type": "int"}]}
     chain = {"type": "record", "name": "X", "fields": [{"name": "next", "type": ["null", longer, "X"]}]}
     value: dict[str, Any] = {"next": None}

@@ -25,7 +25,7 @@ from tests.parts import SLOW_S
 from tests.security.certificate_folder import secured
 from tests.security.nodes import run, tree
 
-PASSWORD, TOKEN, VALUE = "correct horse battery", "a long enough secret", b"a value that nobody sees"
+PASSWORD, TOKEN, VALUE = "correct horse battery", "a long enough secret", b"a value that no bundle has"
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ class SmallProducers:
                     told.acknowledged[value] = receipt.partition, receipt.offset
 
     def wait_for_more(self) -> None:
-        """Waits until every producer goes on, and enough is acknowledged."""
+        """Waits until every producer continues, and enough is acknowledged."""
         before = [len(told.acknowledged) for told in self.told]
 
         def more() -> bool:
