@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import metamq
+from tests.test_style import files
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -58,13 +59,12 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 def test_every_extra_that_a_text_names_is_there() -> None:
-    tracked = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
     named = {
         (extra.strip(), name)
-        for name in tracked.stdout.splitlines()
-        if not name.startswith("tests/")
+        for name, text in files().items()
+        if name.endswith((".py", ".md")) and not name.startswith(("tests/", "site/"))
         for pattern in EXTRAS_NAMED
-        for found in pattern.findall((ROOT / name).read_text())
+        for found in pattern.findall(text)
         for extra in found.split(",")
     }
     assert {"console", "security", "arrow", "lz4", "avro"} <= {extra for extra, _name in named}

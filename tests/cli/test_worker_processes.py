@@ -27,7 +27,7 @@ from prometheus_client import Counter
 bills = Counter("bills", "Bills")
 
 def note(message):
-    print("printed")
+    print("printed", flush=True)
     bills.inc()
     with open("noted", "a") as file:
         file.write(f"{os.getpid()}\\n")

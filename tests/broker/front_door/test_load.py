@@ -129,7 +129,7 @@ def test_a_consumer_that_never_reads(front: Any) -> None:
     answered = (client.answer() for _ in range(101))
     result = next(result for answer in answered for result in unpack_list(GetResult, answer.header))
     assert result.status == status.OK
-    assert result.size > FETCH_BYTES_MAX - 2 * MEBIBYTE
+    assert result.size > FETCH_BYTES_MAX // 2  # an answer ends where the page cache lacks bytes
 
 
 def test_what_a_client_leaves_behind_is_freed(front: Any) -> None:
